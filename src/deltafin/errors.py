@@ -70,6 +70,10 @@ class TensorFileError(CheckpointError):
     """A safetensors file or index is malformed, truncated or points outside its folder."""
 
 
+class TokenizerError(CheckpointError):
+    """The rank file or tokenizer_config.json is malformed, or does not fit the model's config.json."""
+
+
 class StoreError(DeltafinError):
     """An install, its manifest or its drives."""
 
@@ -126,7 +130,7 @@ class MachineError(DeltafinError):
     exit_code = ExitCode.MACHINE
 
 
-class Interrupted(DeltafinError):  # noqa: N818 - not a failure, a user's wish
+class Interrupted(DeltafinError):
     """The user pressed Ctrl-C."""
 
     exit_code = ExitCode.INTERRUPTED

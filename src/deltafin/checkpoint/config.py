@@ -107,12 +107,19 @@ class K3Config:
         path = folder / "config.json"
         try:
             if path.stat().st_size > MAX_CONFIG_BYTES:
-                raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes", remedy="fetch the released config.json again")
+                raise ConfigError(
+                    f"{path} is larger than {MAX_CONFIG_BYTES} bytes",
+                    remedy="fetch the released config.json again",
+                )
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ConfigError(f"{path} does not exist", remedy="point --model at a folder with the released Kimi K3 files") from None
+            raise ConfigError(
+                f"{path} does not exist", remedy="point --model at a folder with the released Kimi K3 files"
+            ) from None
         except (OSError, ValueError, RecursionError) as e:
-            raise ConfigError(f"{path} cannot be read: {e}", remedy="fetch the released config.json again") from None
+            raise ConfigError(
+                f"{path} cannot be read: {e}", remedy="fetch the released config.json again"
+            ) from None
         return cls.parse(raw, source=str(path))
 
     @classmethod

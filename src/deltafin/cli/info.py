@@ -1,0 +1,83 @@
+"""``deltafin info``: what is installed, the memory plan, the usable context, the settings and where they came from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deltafin import __version__, installs, kernels
+from deltafin.cli import options, show
+from deltafin.generation.engine import default_threads, plan_for
+from deltafin.store.store import Store
+
+
+def info(
+    model: options.Model = None,
+    store: options.Store = None,
+    ram: options.Ram = None,
+    threads: options.Threads = None,
+    context: options.Context = None,
+    depth: options.Depth = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what is installed, the memory plan and the usable context."""
+    settings, sources = options.settings_from(
+        model=model, store=store, ram=ram, threads=threads, context=context, depth=depth
+    )
+    with options.ingest_progress(Console(stderr=True)) as progress:
+        install = installs.resolve(settings, progress)
+    with Store.open(install.home, depth=settings.depth) as opened:
+        plan = plan_for(opened, options.engine_options(settings))
+        config = opened.config
+        facts = {
+            "version": __version__,
+            "install": install.label,
+            "home": str(install.home),
+            "layout": opened.layout,
+            "identity": opened.identity,
+            "drives": [
+                {"path": str(d.path), "weight": d.weight, "bytes_per_s": d.bytes_per_s} for d in opened.drives
+            ],
+            "layers": config.layers,
+            "experts_per_layer": config.experts,
+            "experts_per_token": config.experts_per_token,
+            "expert_bytes": opened.expert_layout.nbytes,
+            "kernels": kernels.isa(),
+            "threads": settings.threads or default_threads(),
+            "usable_context": plan.context,
+            "planned_bytes": plan.planned,
+            "plan": {k: sorted(v) if isinstance(v, frozenset) else v for k, v in asdict(plan).items()},
+            "settings": {
+                name: {"value": str(getattr(settings, name)), "source": source}
+                for name, source in sources.items()
+            },
+        }
+        lines = show.plan_lines(plan, len(opened.spine_keys))
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    out = Console(highlight=False, soft_wrap=True)
+    out.print(f"Deltafin {__version__}, kernels {facts['kernels']}, {facts['threads']} threads", markup=False)
+    out.print(
+        f"{install.label}: {config.layers} layers, {config.experts} experts a layer, {config.experts_per_token} a token"
+    )
+    out.print(
+        f"manifest in {install.home}, layout {facts['layout']}, model {str(facts['identity'])[:16]}",
+        markup=False,
+    )
+    for d in opened.drives:
+        speed = f", {show.gigabytes(d.bytes_per_s)}/s measured" if d.bytes_per_s else ""
+        out.print(f"  drive {d.index + 1}: {d.path} (share {d.weight:g}{speed})", markup=False)
+    for line in lines:
+        out.print(line, markup=False)
+    out.print("settings:")
+    for name, source in sources.items():
+        value = getattr(settings, name)
+        out.print(
+            f"  {name.replace('_', '-'):18} {'automatic' if value is None else value} ({source})",
+            markup=False,
+        )

@@ -1,0 +1,91 @@
+"""The command tree, and the one place where errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from typing import Annotated
+
+import click
+import typer
+from rich.console import Console
+
+import deltafin
+from deltafin.errors import DeltafinError, ExitCode
+
+app = typer.Typer(
+    name="deltafin",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Runs the complete, unaltered Kimi K3 on one machine by streaming its expert bytes from several drives.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"deltafin {deltafin.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _add_commands() -> None:
+    # Imported here so that `deltafin --help` and usage errors do not wait for PyTorch.
+    from deltafin.cli import demo, info, run, store
+
+    app.command("run")(run.run)
+    app.command("demo")(demo.demo)
+    app.command("info")(info.info)
+    app.add_typer(store.app, name="store")
+
+
+def main() -> None:
+    """Entry point; never shows a traceback, always exits with a documented code."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    console = Console(stderr=True, highlight=False)
+    _add_commands()
+    try:
+        code = app(standalone_mode=False)
+        return code if isinstance(code, int) else ExitCode.OK
+    except click.ClickException as e:
+        e.show()
+        return ExitCode.USAGE
+    except (click.Abort, KeyboardInterrupt):
+        console.print("stopped", style="yellow")
+        return ExitCode.INTERRUPTED
+    except DeltafinError as e:
+        console.print(f"deltafin: {e.message}", style="red", markup=False, soft_wrap=True)
+        if e.remedy:
+            console.print(f"  what to do: {e.remedy}", markup=False, soft_wrap=True)
+        return e.exit_code
+    except BrokenPipeError:
+        # The reader of our output went away (`deltafin run … | head`); nothing is wrong and nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+    except Exception:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="deltafin-crash-", suffix=".txt", delete=False, encoding="utf-8"
+        ) as report:
+            report.write(traceback.format_exc())
+        console.print(
+            f"deltafin: internal error; details are in {report.name}",
+            style="red",
+            markup=False,
+            soft_wrap=True,
+        )
+        console.print("  what to do: please report it with that file", markup=False)
+        return ExitCode.INTERNAL

@@ -1,0 +1,86 @@
+"""Flags that several commands share, each defined once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from deltafin import installs
+from deltafin.generation.engine import Engine, EngineOptions
+from deltafin.settings import Settings, load_settings
+from deltafin.store.types import IngestProgress
+
+Model = Annotated[Path | None, typer.Option(help="Folder with the released Kimi K3 files, used in place.")]
+Store = Annotated[Path | None, typer.Option(help="Folder of an install made with `deltafin store create`.")]
+Ram = Annotated[
+    str | None, typer.Option(help="Memory for the whole process, e.g. 48GiB. [default: 4/5 of what is free]")
+]
+Threads = Annotated[int | None, typer.Option(help="Compute threads. [default: physical cores]")]
+Context = Annotated[
+    int | None, typer.Option(help="Positions for prompt and reply together. [default: 16384]")
+]
+Depth = Annotated[int | None, typer.Option(help="Reads in flight per drive.")]
+
+
+def settings_from(**flags: Any) -> tuple[Settings, dict[str, str]]:
+    """Merges flags with environment and config file; paths and sizes are validated there."""
+    return load_settings(flags)
+
+
+def engine_options(settings: Settings) -> EngineOptions:
+    """The engine's part of the settings."""
+    return EngineOptions(
+        ram=None if settings.ram is None else int(settings.ram),
+        threads=settings.threads,
+        context=settings.context,
+        depth=settings.depth,
+    )
+
+
+@contextmanager
+def ingest_progress(console: Console) -> Iterator[Callable[[IngestProgress], None]]:
+    """A progress bar for making an install; nothing outside a terminal, and nothing when there is nothing to do."""
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("preparing", total=None, visible=False)
+
+        def update(p: IngestProgress) -> None:
+            bar.update(task, description=p.phase, completed=p.done_bytes, total=p.total_bytes, visible=True)
+
+        yield update
+
+
+def open_engine(settings: Settings, install: installs.Install, console: Console) -> Engine:
+    """Opens the engine, showing the loading of the spine on a terminal."""
+    if not console.is_terminal:
+        return Engine.open(install.home, engine_options(settings))
+    with Progress(
+        TextColumn("loading the spine"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=None)
+        return Engine.open(
+            install.home,
+            engine_options(settings),
+            on_load=lambda done, total: bar.update(task, completed=done, total=total),
+        )

@@ -1,0 +1,193 @@
+"""``deltafin run``: one completion, or a chat."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deltafin import installs
+from deltafin.cli import options, show
+from deltafin.errors import InputError, Interrupted, UsageError
+from deltafin.generation.engine import Engine
+from deltafin.generation.events import Finished
+from deltafin.generation.session import Session
+from deltafin.settings import Settings
+from deltafin.text.chat import ChatOptions, Message, encode_chat, parse_messages
+from deltafin.text.reply import parse_reply
+from deltafin.text.tokenizer import K3Tokenizer
+
+MAX_PROMPT_BYTES = 64 << 20
+
+
+def run(
+    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Render the prompt as a chat message; on a terminal, keep talking.")
+    ] = False,
+    max_new: Annotated[int | None, typer.Option(help="Most tokens of a reply. [default: 512]")] = None,
+    reasoning_effort: Annotated[
+        str | None, typer.Option(help="Thinking in chats: low, high, max or none. [default: max]")
+    ] = None,
+    model: options.Model = None,
+    store: options.Store = None,
+    ram: options.Ram = None,
+    threads: options.Threads = None,
+    context: options.Context = None,
+    depth: options.Depth = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print times, bytes, hit rates and speed afterwards.")
+    ] = False,
+    events_jsonl: Annotated[
+        str | None, typer.Option(help="Write every event as a JSON line to this file.")
+    ] = None,
+) -> None:
+    """Generate text: from --prompt, --prompt-file or standard input. Greedy and reproducible."""
+    settings, _ = options.settings_from(
+        model=model,
+        store=store,
+        ram=ram,
+        threads=threads,
+        context=context,
+        depth=depth,
+        max_new=max_new,
+        reasoning_effort=reasoning_effort,
+    )
+    if reasoning_effort is not None and not chat:
+        raise UsageError("--reasoning-effort has no effect without --chat", remedy="add --chat or drop it")
+    interactive = chat and prompt is None and prompt_file is None and sys.stdin.isatty()
+    text = "" if interactive else read_prompt(prompt, prompt_file)
+    console = Console(stderr=True, highlight=False)
+    with options.ingest_progress(console) as progress:
+        install = installs.resolve(settings, progress)
+    with options.open_engine(settings, install, console) as engine:
+        tokenizer = K3Tokenizer.load(engine.store.metadata_dir, engine.config)
+        if install.builtin:
+            console.print(
+                "no model is installed: using the built-in miniature K3, which knows little beyond the facts it memorised",
+                style="dim",
+            )
+        if stats:
+            for line in show.plan_lines(engine.plan, len(engine.store.spine_keys)):
+                console.print(line, style="dim")
+        log = show.EventLog(events_jsonl, tokenizer)
+        try:
+            talk = Conversation(engine, tokenizer, settings, console, log, chat=chat)
+            if interactive:
+                _converse(talk, console, stats=stats)
+            else:
+                _report(talk.turn(text), console, stats=stats)
+        finally:
+            log.close()
+
+
+class Conversation:
+    """Turns text into a prompt, runs it, prints the reply, and remembers the turn."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: K3Tokenizer,
+        settings: Settings,
+        console: Console,
+        log: show.EventLog,
+        *,
+        chat: bool,
+    ) -> None:
+        self._session: Session = engine.session()
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._console = console
+        self._log = log
+        self._options = ChatOptions(effort=settings.reasoning_effort) if chat else None
+        self._messages: list[Message] = []
+        self._replies: list[list[int]] = []
+
+    def turn(self, text: str) -> Finished:
+        """Runs one prompt to its end."""
+        tokenizer, chat = self._tokenizer, self._options
+        if chat is None:
+            ids = tokenizer.encode(text)
+            stop = tokenizer.stop_ids
+        else:
+            self._messages += parse_messages([{"role": "user", "content": text}])
+            replies = iter(self._replies)
+            # A reply is sent back as the very ids K3 decided, so that its state can be used again.
+            ids = encode_chat(tokenizer, self._messages, chat, recall=lambda _: next(replies))
+            stop = tokenizer.stop_ids
+        printer = show.TextPrinter(
+            tokenizer, chat=chat is not None, thinking=chat is not None and chat.thinking
+        )
+        with show.stop_on_signal(self._engine):
+            events = self._session.generate(ids, max_new=self._settings.max_new, stop=stop)
+            tokens, finished = show.consume(events, printer, self._log, self._console)
+        if chat is not None:
+            reply = parse_reply(tokenizer, tokens, thinking=chat.thinking)
+            self._messages.append(reply.message())
+            self._replies.append(tokens)
+        return finished
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt from exactly one of flag, file and standard input.
+
+    Raises:
+        UsageError: two sources, or none.
+        InputError: unreadable, too large, empty, or not UTF-8.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise UsageError("--prompt and --prompt-file both give a prompt", remedy="give one of them")
+    if prompt is not None:
+        data, name = prompt.encode("utf-8", "surrogateescape"), "--prompt"
+    elif prompt_file is not None:
+        name = str(prompt_file)
+        try:
+            with prompt_file.open("rb") as f:
+                data = f.read(MAX_PROMPT_BYTES + 1)
+        except OSError as e:
+            raise InputError(f"{name} cannot be read: {e.strerror}", remedy="name a readable file") from None
+    elif sys.stdin.isatty():
+        raise UsageError("no prompt", remedy="give --prompt, --prompt-file, or pipe text into the command")
+    else:
+        data, name = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1), "standard input"
+    if len(data) > MAX_PROMPT_BYTES:
+        raise InputError(f"{name} is larger than {MAX_PROMPT_BYTES >> 20} MiB", remedy="shorten the prompt")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise InputError(f"{name} is not UTF-8 text (byte {e.start})", remedy="convert it to UTF-8") from None
+    if not text:
+        raise InputError(f"{name} is empty", remedy="give at least one character")
+    return text
+
+
+def _converse(talk: Conversation, console: Console, *, stats: bool) -> None:
+    console.print("type a message and press Enter; Ctrl-D ends", style="dim")
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        if line.strip():
+            try:
+                _report(talk.turn(line), console, stats=stats)
+            except Interrupted:
+                continue
+
+
+def _report(finished: Finished, console: Console, *, stats: bool) -> None:
+    if stats:
+        console.print(show.stats_table(finished.stats))
+    if finished.reason == "interrupted":
+        raise Interrupted(
+            f"stopped after {finished.new_tokens} tokens; the text above is complete up to there"
+        )
+    if finished.reason == "length":
+        console.print(
+            f"[stopped at {finished.new_tokens} tokens; --max-new allows more]", style="dim", markup=False
+        )

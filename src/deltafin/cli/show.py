@@ -1,0 +1,279 @@
+"""Consumers of the event stream: text as it is decided, a progress line, JSON lines, and the table of ``--stats``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import FrameType
+from typing import IO, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from deltafin.errors import UsageError
+from deltafin.generation.engine import Engine
+from deltafin.generation.events import (
+    Event,
+    Finished,
+    GenerationStats,
+    PhaseStats,
+    PrefillProgress,
+    TokenDecided,
+)
+from deltafin.residency.budget import MemoryPlan
+from deltafin.text.reply import Content, Reasoning, ReplyParser, ToolCall
+from deltafin.text.stream import StreamingDetokenizer
+from deltafin.text.tokenizer import K3Tokenizer
+
+
+@contextmanager
+def stop_on_signal(engine: Engine) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) asks the engine to stop at the next safe point, the second stops at once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if engine.stop:
+            raise KeyboardInterrupt
+        engine.stop.set()
+
+    previous = [(s, signal.signal(s, handle)) for s in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, old in previous:
+            signal.signal(number, old)
+
+
+class TextPrinter:
+    """Writes decided text to ``out`` at once. Reasoning is dimmed on a terminal and left out of a pipe.
+
+    Args:
+        chat: parse the reply's structure; otherwise ids are plain text.
+        thinking: the reply begins inside the thinking part.
+    """
+
+    def __init__(
+        self, tokenizer: K3Tokenizer, *, chat: bool, thinking: bool, out: IO[str] | None = None
+    ) -> None:
+        self._out = out or sys.stdout
+        self._color = self._out.isatty()
+        self._tokenizer = tokenizer
+        self._parser = ReplyParser(tokenizer, thinking=thinking) if chat else None
+        self._plain = StreamingDetokenizer(tokenizer)
+        self._reasoning = False
+        self.ends_with_newline = True
+
+    def token(self, token: int) -> None:
+        """Shows what ``token`` completes; the special ids that end a text are not text."""
+        if self._parser is not None:
+            self._events(self._parser.feed([token]))
+        elif token not in self._tokenizer.stop_ids:
+            self._write(self._plain.feed([token]))
+
+    def finish(self) -> None:
+        """Shows what was held back and ends the line."""
+        if self._parser is not None:
+            self._events(self._parser.finish())
+        else:
+            self._write(self._plain.flush())
+        self._mode(False)
+        if not self.ends_with_newline:
+            self._write("\n")
+
+    def _events(self, events: Iterable[Reasoning | Content | ToolCall]) -> None:
+        for event in events:
+            if isinstance(event, Reasoning):
+                if self._color:
+                    self._mode(True)
+                    self._write(event.text)
+            elif isinstance(event, Content):
+                self._mode(False)
+                self._write(event.text)
+            else:
+                self._mode(False)
+                self._write(f"\n[tool call {event.name} {event.arguments}]\n")
+
+    def _mode(self, reasoning: bool) -> None:
+        if reasoning == self._reasoning:
+            return
+        self._reasoning = reasoning
+        if self._color:
+            self._out.write("\x1b[2m" if reasoning else "\x1b[22m" + ("" if self.ends_with_newline else "\n"))
+            self._out.flush()
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._out.write(text)
+            self._out.flush()
+            self.ends_with_newline = text.endswith("\n")
+
+
+class EventLog:
+    """Writes every event as one JSON line (``--events-jsonl``).
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | None, tokenizer: K3Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._file: IO[str] | None = None
+        if path is not None:
+            try:
+                # One file for several turns, open for the whole command.
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
+            except OSError as e:
+                raise UsageError(
+                    f"{path} cannot be written: {e.strerror}", remedy="name another file"
+                ) from None
+
+    def write(self, event: Event) -> None:
+        """Appends ``event``, flushed, so that a killed run leaves what it had."""
+        if self._file is None:
+            return
+        record: dict[str, Any] = {"event": _EVENT_NAMES[type(event)], **asdict(event)}
+        if isinstance(event, TokenDecided):
+            record["bytes"] = self._tokenizer.token_bytes(event.token).decode("latin-1")
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+_EVENT_NAMES = {PrefillProgress: "prefill", TokenDecided: "token", Finished: "finished"}
+
+
+def consume(
+    events: Iterable[Event], printer: TextPrinter, log: EventLog, console: Console
+) -> tuple[list[int], Finished]:
+    """Prints a generation as it happens.
+
+    Returns:
+        (decided tokens, the last event).
+    """
+    tokens: list[int] = []
+    finished: Finished | None = None
+    with _progress_line(console) as show:
+        for event in events:
+            log.write(event)
+            if isinstance(event, PrefillProgress):
+                show(event)
+            elif isinstance(event, TokenDecided):
+                show(None)
+                tokens.append(event.token)
+                printer.token(event.token)
+            else:
+                finished = event
+    printer.finish()
+    assert finished is not None
+    return tokens, finished
+
+
+@contextmanager
+def _progress_line(console: Console) -> Iterator[Callable[[PrefillProgress | None], None]]:
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    live: Live | None = Live(console=console, transient=True, refresh_per_second=8)
+
+    def show(event: PrefillProgress | None) -> None:
+        nonlocal live
+        if live is None:
+            return
+        if event is None:
+            live.stop()
+            live = None
+            return
+        if not live.is_started:
+            live.start()
+        live.update(Text(progress_text(event)))
+
+    try:
+        yield show
+    finally:
+        if live is not None:
+            live.stop()
+
+
+def progress_text(p: PrefillProgress) -> str:
+    """One line: tokens, bytes, rate and time left."""
+    parts = [f"prefill {p.done:,.0f}/{p.total:,} tokens"]
+    if p.reused:
+        parts.append(f"{p.reused:,} reused")
+    if p.read_bytes:
+        parts.append(f"{gigabytes(p.read_bytes)} read")
+        if p.seconds > 0.2:
+            parts.append(f"{gigabytes(p.read_bytes / p.seconds)}/s")
+    if p.seconds > 0.5 and 0 < p.done < p.total:
+        parts.append(f"{p.seconds * (p.total - p.done) / p.done:,.0f} s left")
+    return " · ".join(parts)
+
+
+def gigabytes(n: float) -> str:
+    """Decimal units, as drives are sold."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if n >= size:
+            return f"{n / size:,.2f} {unit}"
+    return f"{n / 1e3:,.1f} kB"
+
+
+def stats_table(stats: GenerationStats) -> Table:
+    """The table of ``--stats``: one column per phase."""
+    table = Table(title=None, box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("prefill", justify="right")
+    table.add_column("decode", justify="right")
+
+    def row(name: str, value: Callable[[PhaseStats], str]) -> None:
+        table.add_row(name, value(stats.prefill), value(stats.decode))
+
+    row("tokens", lambda s: f"{s.tokens:,}")
+    row("K3 passes", lambda s: f"{s.passes:,}")
+    row("seconds", lambda s: f"{s.seconds:,.3f}")
+    row(
+        "tokens per second",
+        lambda s: (
+            f"{s.tokens_per_second:,.3f}" if s.tokens_per_second < 10 else f"{s.tokens_per_second:,.1f}"
+        ),
+    )
+    row("  attention", lambda s: f"{s.attention_seconds:,.3f} s")
+    row("  dense, shared, router", lambda s: f"{s.mlp_seconds:,.3f} s")
+    row("  routed experts", lambda s: f"{s.expert_seconds:,.3f} s")
+    row("  head", lambda s: f"{s.head_seconds:,.3f} s")
+    row("  waiting for drives", lambda s: f"{s.wait_seconds:,.3f} s")
+    row("experts from RAM", lambda s: f"{s.tier_hits:,} ({s.hit_rate:.1%}, {gigabytes(s.tier_bytes)})")
+    row("experts from drives", lambda s: f"{s.expert_reads:,} ({gigabytes(s.expert_bytes)})")
+    row("spine streamed", lambda s: gigabytes(s.spine_bytes))
+    for i in range(len(stats.decode.drives)):
+        row(f"drive {stats.decode.drives[i].path}", lambda s, i=i: _drive(s, i))  # type: ignore[misc]
+    return table
+
+
+def _drive(stats: PhaseStats, index: int) -> str:
+    d = stats.drives[index]
+    rate = f", {gigabytes(d.read_bytes / d.busy_seconds)}/s busy" if d.busy_seconds > 1e-3 else ""
+    return f"{gigabytes(d.read_bytes)} in {d.reads:,} reads{rate}{'' if d.direct else ', buffered'}"
+
+
+def plan_lines(plan: MemoryPlan, units: int) -> list[str]:
+    """The memory plan in words."""
+    mib = 1 << 20
+    spine = (
+        "spine resident"
+        if not plan.streamed_bytes
+        else f"spine {len(plan.resident_units)}/{units} units resident, {plan.streamed_bytes / mib:,.0f} MiB streamed"
+    )
+    frames = plan.frames
+    return [
+        f"memory: {plan.planned / mib:,.0f} of {plan.budget / mib:,.0f} MiB planned; {spine}",
+        f"prefill chunk {plan.prefill_rows:,} tokens; context {plan.context:,}; "
+        f"experts: {frames.tier:,} kept in RAM, {frames.in_flight:,} in flight",
+    ]

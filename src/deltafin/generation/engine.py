@@ -1,0 +1,170 @@
+"""Puts the rooms together for one install: memory plan, spine, expert stream, target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import torch
+
+from deltafin import kernels
+from deltafin.checkpoint.config import K3Config
+from deltafin.generation.session import Session
+from deltafin.kernels import selftest
+from deltafin.model.target import Target
+from deltafin.residency.budget import MemoryPlan, plan_memory
+from deltafin.residency.machine import available_memory
+from deltafin.store.store import Store
+from deltafin.streaming.experts import ExpertStream
+from deltafin.streaming.spine import Spine
+from deltafin.streaming.stop import StopFlag
+
+DEFAULT_CONTEXT = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a user may choose about an engine; None means decided here.
+
+    Attributes:
+        ram: bytes for the whole process; None takes four fifths of what the machine has free.
+        threads: compute threads; None takes the physical cores.
+        context: positions of prompt and reply together.
+        depth: reads in flight per drive.
+        prefill_rows: upper bound for the prefill chunk (for experiments and tests).
+        tier: upper bound for experts kept in RAM (for experiments and tests).
+        max_bytes_per_s: drive index → read rate limit.
+    """
+
+    ram: int | None = None
+    threads: int | None = None
+    context: int | None = None
+    depth: int | None = None
+    prefill_rows: int | None = None
+    tier: int | None = None
+    max_bytes_per_s: Mapping[int, float] | None = None
+
+
+class Engine:
+    """An install ready to generate; a context manager.
+
+    Use ``Engine.open``; the attributes ``config``, ``plan`` and ``store`` describe what was opened.
+    """
+
+    def __init__(self, store: Store, options: EngineOptions) -> None:
+        self.store = store
+        self.config: K3Config = store.config
+        self.stop = StopFlag()
+        self.options = options
+        self.plan = plan_for(store, options)
+        rows = self.plan.prefill_rows
+        self.prefill_rows = min(rows, options.prefill_rows) if options.prefill_rows else rows
+        tier = self.plan.frames.tier
+        self.experts = ExpertStream(
+            store,
+            in_flight=self.plan.frames.in_flight,
+            tier=tier if options.tier is None else min(tier, options.tier),
+            stop=self.stop,
+        )
+        self.spine = Spine(
+            store, resident=self.plan.resident_units, buffers=self.plan.stream_buffers, stop=self.stop
+        )
+        order = {
+            layer: store.file_order(layer, range(self.config.experts)) for layer in self.config.moe_layers
+        }
+        self.target = Target(
+            self.config,
+            store.expert_layout,
+            self.spine,
+            self.experts,
+            file_order=order.__getitem__,
+            block_rows=self.plan.block_rows,
+            stop=self.stop,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        home: Path,
+        options: EngineOptions | None = None,
+        *,
+        on_load: Callable[[int, int], None] | None = None,
+    ) -> Engine:
+        """Opens the install at ``home`` and loads the resident spine.
+
+        Args:
+            home: folder of the install's manifest.
+            options: user's choices.
+            on_load: told (bytes loaded, bytes to load).
+
+        Raises:
+            StoreError, CheckpointError: the install cannot be used.
+            MemoryBudgetError: the budget cannot hold what K3 needs.
+            MachineError: a kernel disagrees with its reference on this machine.
+        """
+        options = options or EngineOptions()
+        kernels.set_threads(options.threads or default_threads())
+        # Our kernels do the heavy work on their own threads; PyTorch's would only compete with them and the readers.
+        torch.set_num_threads(1)
+        selftest.check()
+        store = Store.open(home, depth=options.depth, max_bytes_per_s=options.max_bytes_per_s)
+        try:
+            engine = cls(store, options)
+            done = 0
+            for _, size in engine.spine.load():
+                done += size
+                if on_load is not None:
+                    on_load(done, engine.plan.resident_bytes)
+        except BaseException:
+            store.close()
+            raise
+        return engine
+
+    def session(self) -> Session:
+        """A new, empty conversation."""
+        return Session(self)
+
+    def close(self) -> None:
+        """Stops reads and closes the install."""
+        self.spine.close()
+        self.store.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def default_threads() -> int:
+    """Physical cores this process may use."""
+    cores = psutil.cpu_count(logical=False) or 1
+    try:
+        return max(1, min(cores, len(psutil.Process().cpu_affinity())))
+    except AttributeError:  # macOS has no affinity
+        return cores
+
+
+def plan_for(store: Store, options: EngineOptions) -> MemoryPlan:
+    """The memory plan of an install under the user's options, measured against this process as it is now.
+
+    Raises:
+        MemoryBudgetError: the budget cannot hold what K3 needs.
+    """
+    runtime = psutil.Process().memory_info().rss
+    budget = options.ram if options.ram is not None else runtime + available_memory() * 4 // 5
+    units: dict[str, int] = {key: store.spine_unit(key).plan.buffer_bytes for key in store.spine_keys}
+    return plan_memory(
+        store.config,
+        units,
+        budget=budget,
+        runtime=runtime,
+        frame_bytes=store.expert_buffer_bytes,
+        context=min(options.context or DEFAULT_CONTEXT, store.config.max_positions),
+        drives=len(store.drives),
+    )

@@ -1,0 +1,142 @@
+"""LatentMoE: router, shared experts while the drives work, routed experts as they arrive, summed in router order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deltafin import kernels
+from deltafin.checkpoint.config import K3Config
+from deltafin.kernels.layout import ExpertLayout
+from deltafin.model.weights import MlpWeights, MoeWeights
+from deltafin.streaming.experts import ExpertStream, Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which rows each needed expert serves, and into which slot its result goes (row * k + rank in router order)."""
+
+    experts: tuple[int, ...]
+    index: dict[int, int]
+    splits: np.ndarray
+    rows: np.ndarray
+    slots: np.ndarray
+
+    @classmethod
+    def of(cls, ids: torch.Tensor) -> Assignment:
+        """Groups router choices, int32 [T, k], by expert."""
+        flat = ids.numpy().reshape(-1)
+        slots = np.argsort(flat, kind="stable").astype(np.int32)
+        experts, starts = np.unique(flat[slots], return_index=True)
+        splits = np.append(starts, len(flat)).astype(np.int32)
+        names = tuple(experts.tolist())
+        return cls(
+            experts=names,
+            index={e: i for i, e in enumerate(names)},
+            splits=splits,
+            rows=slots // ids.shape[1],
+            slots=slots,
+        )
+
+    def select(self, leases: Sequence[Lease]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Row splits [n+1], rows and slots (all int32) for the given experts, in their order."""
+        splits = [0]
+        rows, slots = [], []
+        for lease in leases:
+            i = self.index[lease.key[1]]
+            begin, end = self.splits[i], self.splits[i + 1]
+            rows.append(self.rows[begin:end])
+            slots.append(self.slots[begin:end])
+            splits.append(splits[-1] + int(end - begin))
+        return (
+            torch.tensor(splits, dtype=torch.int32),
+            torch.from_numpy(np.concatenate(rows)),
+            torch.from_numpy(np.concatenate(slots)),
+        )
+
+
+@dataclass(slots=True)
+class MoeTimes:
+    """Seconds of computing inside the expert loop (waiting for reads is counted by the stream)."""
+
+    experts: float = 0.0
+
+
+def gated(config: K3Config, w: MlpWeights, x: torch.Tensor) -> torch.Tensor:
+    """down(SiTU(gate x, up x)), fp32 [T, hidden] → [T, hidden]."""
+    return kernels.gated_mlp(x, w.gate, w.up, w.down, config.situ_beta, config.situ_linear_beta)
+
+
+def forward(
+    config: K3Config,
+    w: MoeWeights,
+    layout: ExpertLayout,
+    layer: int,
+    x: torch.Tensor,
+    blocks: Sequence[slice],
+    stream: ExpertStream,
+    order: Sequence[int] | None,
+    times: MoeTimes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One MoE sublayer over all rows of a chunk; each needed expert is leased once.
+
+    Args:
+        x: normalised input, fp32 [T, hidden].
+        blocks: consecutive row ranges that cover ``x``; transients exist for one at a time.
+        order: the order in which experts lie on the drives (all of them), for a prefill; None reads in router order.
+
+    Returns:
+        (output fp32 [T, hidden], router choices int32 [T, k]).
+    """
+    rows, k = len(x), config.experts_per_token
+    latent = torch.empty(rows, config.latent)
+    ids = torch.empty(rows, k, dtype=torch.int32)
+    weights = torch.empty(rows, k)
+    for block in blocks:
+        ids[block], weights[block] = kernels.router(
+            kernels.linear(x[block], w.router),
+            w.router_bias,
+            k,
+            renormalize=config.renormalize,
+            scale=config.routed_scaling,
+            sum_eps=config.numeric.router_sum_eps,
+        )
+    assignment = Assignment.of(ids)
+    if order is not None:
+        wanted = [e for e in order if e in assignment.index]
+    elif rows == 1:
+        wanted = ids[0].tolist()
+    else:
+        wanted = list(assignment.experts)
+    slots = torch.empty(rows * k, config.latent)
+    with stream.fetch(layer, wanted) as batches:
+        # The reads have started; what needs no routed expert is computed while they are under way.
+        out = torch.empty_like(x)
+        for block in blocks:
+            kernels.linear(x[block], w.latent_down, out=latent[block])
+            out[block] = gated(config, w.shared, x[block])
+        for batch in batches:
+            started = time.perf_counter()
+            splits, used, into = assignment.select(batch)
+            kernels.expert_forward(
+                latent,
+                [lease.address for lease in batch],
+                layout,
+                splits,
+                used,
+                into,
+                slots,
+                beta=config.situ_beta,
+                linear_beta=config.situ_linear_beta,
+            )
+            times.experts += time.perf_counter() - started
+            stream.release(batch)
+    per_row = slots.view(rows, k, config.latent)
+    for block in blocks:
+        routed = kernels.combine_norm(per_row[block], weights[block], w.latent_norm, config.rms_eps)
+        out[block] += kernels.linear(routed, w.latent_up)
+    return out, ids

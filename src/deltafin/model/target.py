@@ -1,0 +1,222 @@
+"""K3 from token ids to logits, layer by layer, read top to bottom.
+
+``forward`` computes T provisional positions; ``SequenceState.commit`` decides how many of them count. Every row has the same
+bits as if it had been computed alone: all kernels fix their reduction order per output row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from deltafin import kernels
+from deltafin.checkpoint.config import K3Config
+from deltafin.kernels.layout import ExpertLayout
+from deltafin.model import kda, mla, moe
+from deltafin.model.state import SequenceState
+from deltafin.model.weights import (
+    KdaWeights,
+    LayerWeights,
+    MlpWeights,
+    ResidualMix,
+    head_weights,
+    layer_weights,
+)
+from deltafin.streaming.experts import ExpertStream
+from deltafin.streaming.spine import Spine, Tensors
+from deltafin.streaming.stop import StopFlag
+
+
+@dataclass(slots=True)
+class PassTimes:
+    """Seconds of computing since the engine started, by part of the model."""
+
+    attention: float = 0.0
+    mlp: float = 0.0
+    head: float = 0.0
+    moe: moe.MoeTimes = field(default_factory=moe.MoeTimes)
+
+
+class Target:
+    """The complete text model over streamed bytes.
+
+    Args:
+        config: the model's geometry.
+        layout: where an expert's tensors lie in its blob.
+        spine: non-expert tensors by unit.
+        experts: routed experts by layer.
+        file_order: layer → all its experts in the order they lie on the drives.
+        block_rows: rows whose attention transients may exist at one time.
+        taps: layers after which the accumulator is kept for a draft.
+        stop: polled between layers.
+    """
+
+    def __init__(
+        self,
+        config: K3Config,
+        layout: ExpertLayout,
+        spine: Spine,
+        experts: ExpertStream,
+        *,
+        file_order: Callable[[int], Sequence[int]],
+        block_rows: int,
+        taps: Sequence[int] = (),
+        stop: StopFlag | None = None,
+    ) -> None:
+        self.config = config
+        self.taps = tuple(taps)
+        self.times = PassTimes()
+        self.routes: list[torch.Tensor] = []
+        self._layout = layout
+        self._spine = spine
+        self._experts = experts
+        self._file_order = file_order
+        self._block_rows = block_rows
+        self._stop = stop or StopFlag()
+        self._named: dict[int, LayerWeights] = {}
+
+    def forward(
+        self,
+        tokens: Sequence[int],
+        state: SequenceState,
+        *,
+        logits: Literal["all", "last"] = "all",
+        partial: bool = False,
+    ) -> torch.Tensor:
+        """Computes ``len(tokens)`` provisional positions after the committed ones; see ``run``."""
+        layers = self.run(tokens, state, logits=logits, partial=partial)
+        while True:
+            try:
+                next(layers)
+            except StopIteration as done:
+                result: torch.Tensor = done.value
+                return result
+
+    def run(
+        self,
+        tokens: Sequence[int],
+        state: SequenceState,
+        *,
+        logits: Literal["all", "last"] = "all",
+        partial: bool = False,
+    ) -> Generator[int, None, torch.Tensor]:
+        """The same pass as a generator that yields the number of finished layers, so that long passes can be watched.
+
+        Args:
+            tokens: vocabulary ids.
+            state: receives the provisional rows; its committed part is untouched, also when this raises.
+            logits: for which rows.
+            partial: whether fewer positions than computed may be committed later (verification of a draft).
+
+        Returns:
+            fp32 logits [T or 1, vocab].
+
+        Raises:
+            InputError: the context is full.
+            SliceError: bytes missing, unreadable or corrupt.
+            Interrupted: a stop was asked for.
+            ValueError: a token id outside the vocabulary, or a partial pass longer than one block.
+        """
+        config, rows = self.config, len(tokens)
+        if not tokens or min(tokens) < 0 or max(tokens) >= config.vocab_size:
+            raise ValueError("token ids must lie inside the vocabulary")
+        if partial and rows > self._block_rows:
+            raise ValueError(f"a partial pass holds at most {self._block_rows} rows")
+        state.begin(rows, partial=partial)
+        blocks = [slice(i, min(i + self._block_rows, rows)) for i in range(0, rows, self._block_rows)]
+        accumulator = self._spine.embedding(tokens)
+        bank: list[torch.Tensor] = []
+        self.routes = []
+        taps = {}
+        for layer in range(config.layers):
+            self._stop.check()
+            with self._spine.unit(f"layer.{layer}") as unit:
+                accumulator = self._layer(layer, unit, accumulator, bank, state, blocks)
+            if layer in self.taps:
+                taps[layer] = accumulator.clone()
+            yield layer + 1
+        state.taps = [taps[layer] for layer in self.taps]
+        wanted = slice(0, rows) if logits == "all" else slice(rows - 1, rows)
+        with self._spine.unit("head") as unit:
+            started = time.perf_counter()
+            head = head_weights(unit)
+            out = kernels.linear(self._mixed(head.mix, bank, accumulator, wanted), head.lm_head)
+            self.times.head += time.perf_counter() - started
+        return out
+
+    def _layer(
+        self,
+        layer: int,
+        unit: Tensors,
+        accumulator: torch.Tensor,
+        bank: list[torch.Tensor],
+        state: SequenceState,
+        blocks: Sequence[slice],
+    ) -> torch.Tensor:
+        config = self.config
+        started = time.perf_counter()
+        w = self._weights(layer, unit)
+        # At a snapshot layer the accumulator joins the bank and restarts from the attention output alone; the mixture
+        # that feeds the attention is taken over the old bank and the old accumulator.
+        snapshot = layer % config.attn_res_block == 0
+        target = torch.empty_like(accumulator) if snapshot else accumulator
+        for block in blocks:
+            x = self._mixed(w.attention_mix, bank, accumulator, block)
+            attended = self._attend(layer, w, x, state, block)
+            if snapshot:
+                target[block] = attended
+            else:
+                target[block] += attended
+        if snapshot:
+            bank.append(accumulator)
+        self.times.attention += time.perf_counter() - started
+
+        started = time.perf_counter()
+        if isinstance(w.mlp, MlpWeights):
+            for block in blocks:
+                target[block] += moe.gated(config, w.mlp, self._mixed(w.mlp_mix, bank, target, block))
+        else:
+            x = torch.empty_like(target)
+            for block in blocks:
+                x[block] = self._mixed(w.mlp_mix, bank, target, block)
+            order = self._file_order(layer) if len(x) > 1 else None
+            out, ids = moe.forward(
+                config, w.mlp, self._layout, layer, x, blocks, self._experts, order, self.times.moe
+            )
+            target += out
+            self.routes.append(ids)
+        self.times.mlp += time.perf_counter() - started
+        return target
+
+    def _attend(
+        self, layer: int, w: LayerWeights, x: torch.Tensor, state: SequenceState, block: slice
+    ) -> torch.Tensor:
+        if isinstance(w.attention, KdaWeights):
+            return kda.forward(
+                self.config,
+                w.attention,
+                x,
+                state.kda[layer],
+                first=block.start == 0,
+                keep_rows=state.partial,
+            )
+        return mla.forward(self.config, w.attention, x, state.mla[layer], state.position + block.start)
+
+    def _mixed(
+        self, mix: ResidualMix, bank: Sequence[torch.Tensor], accumulator: torch.Tensor, rows: slice
+    ) -> torch.Tensor:
+        sources = [saved[rows] for saved in bank]
+        sources.append(accumulator[rows])
+        return kernels.attnres_mix_norm(sources, mix.score, mix.norm, self.config.rms_eps)
+
+    def _weights(self, layer: int, unit: Tensors) -> LayerWeights:
+        named = self._named.get(layer)
+        if named is None:
+            named = layer_weights(self.config, layer, unit)
+            if f"layer.{layer}" in self._spine.resident_keys:
+                self._named[layer] = named
+        return named

@@ -1,0 +1,135 @@
+"""Every knob in one typed place: flag > environment ``K3_*`` > config file > default.
+
+A value that cannot be used is refused with the place it came from; an unknown ``K3_*`` variable or config key is refused
+too, since a setting without effect misleads.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import platformdirs
+from pydantic import ByteSize, Field, ValidationError
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from deltafin.errors import UsageError
+
+ENV_PREFIX = "K3_"
+MAX_CONFIG_BYTES = 1 << 20
+
+# Read by other parts at import time or by tests; known here so that only misspelt variables are refused.
+_OTHER_ENV = frozenset({"K3_CONFIG", "K3_ISA", "K3_TOKENIZER_DIR"})
+
+
+class Settings(BaseSettings):
+    """Effective settings; ``sources`` tells where each came from.
+
+    Attributes:
+        home: folder for what Deltafin itself keeps (built-in model's install, manifests of in-place models).
+        model: folder with released files, used where they are.
+        store: folder of an install's manifest.
+        ram: bytes for the whole process; None takes four fifths of the free memory.
+        threads: compute threads; None takes the physical cores.
+        context: positions for prompt and reply.
+        depth: reads in flight per drive.
+        max_new: most tokens of a reply.
+        reasoning_effort: K3's thinking effort in chats; ``none`` switches thinking off.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+    home: Path = Field(default_factory=lambda: platformdirs.user_data_path("deltafin"))
+    model: Path | None = None
+    store: Path | None = None
+    ram: ByteSize | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    context: int | None = Field(default=None, ge=16, le=1 << 24)
+    depth: int | None = Field(default=None, ge=1, le=256)
+    max_new: int = Field(default=512, ge=1, le=1 << 24)
+    reasoning_effort: Literal["low", "high", "max", "none"] = "max"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, _ConfigFile(settings_cls, _read_config_file())
+
+
+class _ConfigFile(InitSettingsSource):
+    """Values of the config file, below the environment."""
+
+
+def config_path() -> Path:
+    """The config file: ``K3_CONFIG``, else ``config.toml`` in the user's configuration folder."""
+    named = os.environ.get("K3_CONFIG")
+    return Path(named) if named else platformdirs.user_config_path("deltafin") / "config.toml"
+
+
+def load_settings(flags: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
+    """Merges all sources.
+
+    Args:
+        flags: values from the command line; None means not given.
+
+    Returns:
+        (settings, name → "flag", "environment", "config file" or "default").
+
+    Raises:
+        UsageError: naming the setting, its value and where it came from.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | _OTHER_ENV
+    for name in os.environ:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise UsageError(
+                f"the environment variable {name} is not a setting of Deltafin",
+                remedy=f"unset it; settings are {', '.join(sorted(known - _OTHER_ENV))}",
+            )
+    file_values = _read_config_file()
+    sources = {}
+    for name in Settings.model_fields:
+        if name in given:
+            sources[name] = "flag"
+        elif f"{ENV_PREFIX}{name.upper()}" in os.environ:
+            sources[name] = "environment"
+        elif name in file_values:
+            sources[name] = "config file"
+        else:
+            sources[name] = "default"
+    try:
+        settings = Settings(**given)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else "settings"
+        where = sources.get(name, "config file")
+        place = f" ({config_path()})" if where == "config file" else ""
+        raise UsageError(
+            f"{name} from the {where}{place}: {first['msg']} (found {str(first.get('input'))[:80]!r})",
+            remedy=f"correct it; on the command line the flag is --{name.replace('_', '-')}",
+        ) from None
+    return settings, sources
+
+
+def _read_config_file() -> dict[str, Any]:
+    path = config_path()
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise UsageError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes", remedy="shorten or remove it")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if "K3_CONFIG" in os.environ:
+            raise UsageError(
+                f"K3_CONFIG names {path}, which does not exist", remedy="create it or unset K3_CONFIG"
+            ) from None
+        return {}
+    except (OSError, ValueError) as e:
+        raise UsageError(f"{path} cannot be read: {e}", remedy="correct or remove it") from None
