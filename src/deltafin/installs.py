@@ -1,4 +1,4 @@
-"""Finds the install a command works on, or makes one: named store, released folder in place, default, built-in miniature."""
+"""Finds or makes the install a command works on: named store, released folder in place, default, built-in miniature."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every knob in one typed place: flag > environment ``K3_*`` > config file > default.
 
-A value that cannot be used is refused with the place it came from; an unknown ``K3_*`` variable or config key is refused
-too, since a setting without effect misleads.
+A value that cannot be used is refused with the place it came from; an unknown ``K3_*`` variable or config key is
+refused too, since a setting without effect misleads.
 """
 
 from __future__ import annotations

@@ -30,11 +30,10 @@ def demo(
     with options.ingest_progress(console) as progress:
         install = installs.embedded(settings, progress)
     say = Console(highlight=False)
+    say.print("Deltafin demo: mini K3, a miniature with the complete Kimi K3 architecture in the released file format.")
     say.print(
-        "Deltafin demo: mini K3, a miniature with the complete Kimi K3 architecture in the released file format."
-    )
-    say.print(
-        f"Its experts are striped over {installs.MINI_DRIVES} folders under {install.home.parent} and streamed from there.\n"
+        f"Its experts are striped over {installs.MINI_DRIVES} folders under {install.home.parent} "
+        "and streamed from there.\n"
     )
     with options.open_engine(settings, install, console) as engine:
         tokenizer = K3Tokenizer.load(engine.store.metadata_dir, engine.config)

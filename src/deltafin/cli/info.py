@@ -39,9 +39,7 @@ def info(
             "home": str(install.home),
             "layout": opened.layout,
             "identity": opened.identity,
-            "drives": [
-                {"path": str(d.path), "weight": d.weight, "bytes_per_s": d.bytes_per_s} for d in opened.drives
-            ],
+            "drives": [{"path": str(d.path), "weight": d.weight, "bytes_per_s": d.bytes_per_s} for d in opened.drives],
             "layers": config.layers,
             "experts_per_layer": config.experts,
             "experts_per_token": config.experts_per_token,
@@ -52,8 +50,7 @@ def info(
             "planned_bytes": plan.planned,
             "plan": {k: sorted(v) if isinstance(v, frozenset) else v for k, v in asdict(plan).items()},
             "settings": {
-                name: {"value": str(getattr(settings, name)), "source": source}
-                for name, source in sources.items()
+                name: {"value": str(getattr(settings, name)), "source": source} for name, source in sources.items()
             },
         }
         lines = show.plan_lines(plan, len(opened.spine_keys))

@@ -22,9 +22,7 @@ Ram = Annotated[
     str | None, typer.Option(help="Memory for the whole process, e.g. 48GiB. [default: 4/5 of what is free]")
 ]
 Threads = Annotated[int | None, typer.Option(help="Compute threads. [default: physical cores]")]
-Context = Annotated[
-    int | None, typer.Option(help="Positions for prompt and reply together. [default: 16384]")
-]
+Context = Annotated[int | None, typer.Option(help="Positions for prompt and reply together. [default: 16384]")]
 Depth = Annotated[int | None, typer.Option(help="Reads in flight per drive.")]
 
 

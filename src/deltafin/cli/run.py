@@ -39,12 +39,8 @@ def run(
     threads: options.Threads = None,
     context: options.Context = None,
     depth: options.Depth = None,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Print times, bytes, hit rates and speed afterwards.")
-    ] = False,
-    events_jsonl: Annotated[
-        str | None, typer.Option(help="Write every event as a JSON line to this file.")
-    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print times, bytes, hit rates and speed afterwards.")] = False,
+    events_jsonl: Annotated[str | None, typer.Option(help="Write every event as a JSON line to this file.")] = None,
 ) -> None:
     """Generate text: from --prompt, --prompt-file or standard input. Greedy and reproducible."""
     settings, _ = options.settings_from(
@@ -68,7 +64,7 @@ def run(
         tokenizer = K3Tokenizer.load(engine.store.metadata_dir, engine.config)
         if install.builtin:
             console.print(
-                "no model is installed: using the built-in miniature K3, which knows little beyond the facts it memorised",
+                "no model is installed: using the built-in miniature K3, which only knows facts it memorised",
                 style="dim",
             )
         if stats:
@@ -120,9 +116,7 @@ class Conversation:
             # A reply is sent back as the very ids K3 decided, so that its state can be used again.
             ids = encode_chat(tokenizer, self._messages, chat, recall=lambda _: next(replies))
             stop = tokenizer.stop_ids
-        printer = show.TextPrinter(
-            tokenizer, chat=chat is not None, thinking=chat is not None and chat.thinking
-        )
+        printer = show.TextPrinter(tokenizer, chat=chat is not None, thinking=chat is not None and chat.thinking)
         with show.stop_on_signal(self._engine):
             events = self._session.generate(ids, max_new=self._settings.max_new, stop=stop)
             tokens, finished = show.consume(events, printer, self._log, self._console)
@@ -184,10 +178,6 @@ def _report(finished: Finished, console: Console, *, stats: bool) -> None:
     if stats:
         console.print(show.stats_table(finished.stats))
     if finished.reason == "interrupted":
-        raise Interrupted(
-            f"stopped after {finished.new_tokens} tokens; the text above is complete up to there"
-        )
+        raise Interrupted(f"stopped after {finished.new_tokens} tokens; the text above is complete up to there")
     if finished.reason == "length":
-        console.print(
-            f"[stopped at {finished.new_tokens} tokens; --max-new allows more]", style="dim", markup=False
-        )
+        console.print(f"[stopped at {finished.new_tokens} tokens; --max-new allows more]", style="dim", markup=False)

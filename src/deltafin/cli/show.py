@@ -57,9 +57,7 @@ class TextPrinter:
         thinking: the reply begins inside the thinking part.
     """
 
-    def __init__(
-        self, tokenizer: K3Tokenizer, *, chat: bool, thinking: bool, out: IO[str] | None = None
-    ) -> None:
+    def __init__(self, tokenizer: K3Tokenizer, *, chat: bool, thinking: bool, out: IO[str] | None = None) -> None:
         self._out = out or sys.stdout
         self._color = self._out.isatty()
         self._tokenizer = tokenizer
@@ -128,9 +126,7 @@ class EventLog:
                 # One file for several turns, open for the whole command.
                 self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
             except OSError as e:
-                raise UsageError(
-                    f"{path} cannot be written: {e.strerror}", remedy="name another file"
-                ) from None
+                raise UsageError(f"{path} cannot be written: {e.strerror}", remedy="name another file") from None
 
     def write(self, event: Event) -> None:
         """Appends ``event``, flushed, so that a killed run leaves what it had."""
@@ -240,9 +236,7 @@ def stats_table(stats: GenerationStats) -> Table:
     row("seconds", lambda s: f"{s.seconds:,.3f}")
     row(
         "tokens per second",
-        lambda s: (
-            f"{s.tokens_per_second:,.3f}" if s.tokens_per_second < 10 else f"{s.tokens_per_second:,.1f}"
-        ),
+        lambda s: f"{s.tokens_per_second:,.3f}" if s.tokens_per_second < 10 else f"{s.tokens_per_second:,.1f}",
     )
     row("  attention", lambda s: f"{s.attention_seconds:,.3f} s")
     row("  dense, shared, router", lambda s: f"{s.mlp_seconds:,.3f} s")

@@ -69,12 +69,8 @@ class Engine:
             tier=tier if options.tier is None else min(tier, options.tier),
             stop=self.stop,
         )
-        self.spine = Spine(
-            store, resident=self.plan.resident_units, buffers=self.plan.stream_buffers, stop=self.stop
-        )
-        order = {
-            layer: store.file_order(layer, range(self.config.experts)) for layer in self.config.moe_layers
-        }
+        self.spine = Spine(store, resident=self.plan.resident_units, buffers=self.plan.stream_buffers, stop=self.stop)
+        order = {layer: store.file_order(layer, range(self.config.experts)) for layer in self.config.moe_layers}
         self.target = Target(
             self.config,
             store.expert_layout,

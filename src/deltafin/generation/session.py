@@ -1,7 +1,7 @@
 """One conversation: its tokens, its state, and the loop that extends them.
 
-``generate`` is a plain generator of events. Each step runs K3 over the pending token and whatever a draft proposed after it,
-keeps the longest prefix that K3 would have said itself, and takes K3's own choice as the next pending token.
+``generate`` is a plain generator of events. Each step runs K3 over the pending token and whatever a draft proposed
+after it, keeps the longest prefix that K3 would have said itself, and takes K3's own choice as the next pending token.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class Session:
     ) -> Iterator[Event]:
         """Extends the sequence greedily from ``prompt``.
 
-        ``prompt`` is the whole sequence so far; where it begins with tokens whose state is here, only the rest is processed.
-        The stop flag of the engine ends the run at the next safe point with reason ``interrupted``; the session stays usable.
+        ``prompt`` is the whole sequence so far; where it begins with tokens whose state is here, only the rest is
+        processed. The stop flag of the engine ends the run at the next safe point with reason ``interrupted``; the
+        session stays usable.
 
         Args:
             prompt: vocabulary ids, at least one.
@@ -92,7 +93,8 @@ class Session:
             prefill = meter.phase(len(self.tokens) - self._reused)
             decided = [(*_choose(logits[-1]), False)]
             while True:
-                # The session must know every committed token even if the consumer stops listening in the middle of a batch.
+                # The session must know every committed token even if the consumer stops listening in the middle of a
+                # batch.
                 self.tokens += [token for token, _, _ in decided]
                 for token, margin, drafted in decided:
                     yield TokenDecided(token, new, margin, meter.elapsed, drafted)
@@ -103,9 +105,7 @@ class Session:
                 if new >= max_new or self.state.position + 1 > self.state.context:
                     break
                 proposals = self._proposals(drafter, min(width, max_new - new - 1))
-                logits = engine.target.forward(
-                    [self.tokens[-1], *proposals], self.state, partial=bool(proposals)
-                )
+                logits = engine.target.forward([self.tokens[-1], *proposals], self.state, partial=bool(proposals))
                 decided = _verify(logits, proposals, stop)[: max_new - new]
                 self._commit(len(decided), drafter)
                 meter.passes += 1
@@ -185,9 +185,7 @@ def _choose(row: torch.Tensor) -> tuple[int, float]:
     return token, float(best - second)
 
 
-def _verify(
-    logits: torch.Tensor, proposals: Sequence[int], stop: Collection[int]
-) -> list[tuple[int, float, bool]]:
+def _verify(logits: torch.Tensor, proposals: Sequence[int], stop: Collection[int]) -> list[tuple[int, float, bool]]:
     """K3's own choices for as long as the proposals agree with them, ending after the first stop token.
 
     Args:
@@ -245,9 +243,7 @@ class _Meter:
         experts, spine, before = engine.experts.stats, engine.spine.stats, self._experts
         attention, mlp, expert, head = (
             now - then
-            for now, then in zip(
-                (times.attention, times.mlp, times.moe.experts, times.head), self._times, strict=True
-            )
+            for now, then in zip((times.attention, times.mlp, times.moe.experts, times.head), self._times, strict=True)
         )
         wait = experts.wait_seconds - before.wait_seconds
         stats = PhaseStats(

@@ -13,8 +13,8 @@ from deltafin.model.weights import MlaWeights
 def forward(config: K3Config, w: MlaWeights, x: torch.Tensor, cache: LatentCache, start: int) -> torch.Tensor:
     """One MLA sublayer over rows at positions ``start`` … ``start + T - 1``; writes their latents into the cache.
 
-    The absorbed form scores queries against the cached latents directly. Prefill and decode both use it: two forms would
-    round differently, and a row must not depend on how many rows came with it.
+    The absorbed form scores queries against the cached latents directly. Prefill and decode both use it: two forms
+    would round differently, and a row must not depend on how many rows came with it.
 
     Args:
         x: normalised input, fp32 [T, hidden].

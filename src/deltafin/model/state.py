@@ -1,9 +1,9 @@
 """The state of one sequence, designed so that commit, rollback, snapshot and restore are one mechanism.
 
 A pass over T provisional positions never changes what was committed: the KDA state after the pass is written beside the
-state before it, latent rows are written past the committed length, and the un-convolved rows of the pass are kept. Committing
-n positions then means: take the new state (n = T), or replay the recurrence over the first n rows from the old one (n < T; no
-weights are read), and move the length.
+state before it, latent rows are written past the committed length, and the un-convolved rows of the pass are kept.
+Committing n positions then means: take the new state (n = T), or replay the recurrence over the first n rows from
+the old one (n < T; no weights are read), and move the length.
 """
 
 from __future__ import annotations
@@ -139,9 +139,7 @@ class SequenceState:
         assert layer.raw is not None
         keep = self.config.conv_kernel - 1
         raw = layer.raw[:count] if count < self.pending else layer.raw
-        layer.history = (
-            torch.cat([layer.history, raw])[-keep:].clone() if len(raw) < keep else raw[-keep:].clone()
-        )
+        layer.history = torch.cat([layer.history, raw])[-keep:].clone() if len(raw) < keep else raw[-keep:].clone()
         layer.raw, layer.rows = None, None
 
     def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
@@ -170,9 +168,7 @@ class SequenceState:
             plan.append((mla.rows[:position], tensors[f"mla.{layer}.rows"]))
         for mine, theirs in plan:
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                raise ValueError(
-                    f"state tensor of shape {tuple(theirs.shape)} where {tuple(mine.shape)} is expected"
-                )
+                raise ValueError(f"state tensor of shape {tuple(theirs.shape)} where {tuple(mine.shape)} is expected")
         for mine, theirs in plan:
             mine.copy_(theirs)
         self.position, self.pending, self.taps = position, 0, []

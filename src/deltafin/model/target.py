@@ -1,7 +1,7 @@
 """K3 from token ids to logits, layer by layer, read top to bottom.
 
-``forward`` computes T provisional positions; ``SequenceState.commit`` decides how many of them count. Every row has the same
-bits as if it had been computed alone: all kernels fix their reduction order per output row.
+``forward`` computes T provisional positions; ``SequenceState.commit`` decides how many of them count. Every row has
+the same bits as if it had been computed alone: all kernels fix their reduction order per output row.
 """
 
 from __future__ import annotations
@@ -184,17 +184,13 @@ class Target:
             for block in blocks:
                 x[block] = self._mixed(w.mlp_mix, bank, target, block)
             order = self._file_order(layer) if len(x) > 1 else None
-            out, ids = moe.forward(
-                config, w.mlp, self._layout, layer, x, blocks, self._experts, order, self.times.moe
-            )
+            out, ids = moe.forward(config, w.mlp, self._layout, layer, x, blocks, self._experts, order, self.times.moe)
             target += out
             self.routes.append(ids)
         self.times.mlp += time.perf_counter() - started
         return target
 
-    def _attend(
-        self, layer: int, w: LayerWeights, x: torch.Tensor, state: SequenceState, block: slice
-    ) -> torch.Tensor:
+    def _attend(self, layer: int, w: LayerWeights, x: torch.Tensor, state: SequenceState, block: slice) -> torch.Tensor:
         if isinstance(w.attention, KdaWeights):
             return kda.forward(
                 self.config,

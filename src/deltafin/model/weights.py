@@ -1,7 +1,7 @@
 """Spine tensors by the names the maths uses, as views of the bytes as stored.
 
-The only numbers made here are the element-wise products of each attention residual's norm and projection weights, which the
-mixing formula needs as one vector (fp32); the three short convolutions are put side by side.
+The only numbers made here are the element-wise products of each attention residual's norm and projection weights,
+which the mixing formula needs as one vector (fp32); the three short convolutions are put side by side.
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ def layer_weights(config: K3Config, layer: int, unit: Tensors) -> LayerWeights:
     return LayerWeights(
         attention_mix=_mix(unit, f"{p}self_attention_res", f"{p}input_layernorm"),
         mlp_mix=_mix(unit, f"{p}mlp_res", f"{p}post_attention_layernorm"),
-        attention=_mla(unit, f"{p}self_attn.")
-        if config.is_mla(layer)
-        else _kda(config, unit, f"{p}self_attn."),
+        attention=_mla(unit, f"{p}self_attn.") if config.is_mla(layer) else _kda(config, unit, f"{p}self_attn."),
         mlp=_mlp(unit, f"{p}mlp.") if layer < config.dense_layers else _moe(unit, f"{p}block_sparse_moe."),
     )
 

@@ -109,8 +109,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Splits ``budget`` bytes.
 
-    Priority: what a single position needs; then the spine; then a useful prefill chunk and enough reads in flight; then the
-    asked-for context; then a longer prefill chunk; then experts.
+    Priority: what a single position needs; then the spine; then a useful prefill chunk and enough reads in flight;
+    then the asked-for context; then a longer prefill chunk; then experts.
 
     Args:
         config: the model.
@@ -198,8 +198,9 @@ def plan_memory(
 def _split_spine(units: Mapping[str, int], left: int) -> tuple[list[str] | None, tuple[int, int], int]:
     """Which units stay: all, or as many as fit beside two buffers of the largest streamed one.
 
-    The largest units are pinned first, since one large streamed unit makes both buffers large. Among equals the streamed
-    ones are spread evenly over the token, so that the drives always have a next unit to fetch while a resident one computes.
+    The largest units are pinned first, since one large streamed unit makes both buffers large. Among equals the
+    streamed ones are spread evenly over the token, so that the drives always have a next unit to fetch while a
+    resident one computes.
 
     Returns:
         (resident keys or None when nothing fits, (buffers, bytes of each), bytes used or needed).

@@ -1,8 +1,8 @@
 """Which experts stay in memory after use: a pure policy over (layer, expert) keys.
 
 A plain LRU smaller than one token's working set never hits, because every token sweeps the layers in the same order and
-evicts what it will need next. Here each expert carries a use count that decays by age, and a newcomer replaces the least used
-entry only when it has been used more; ties keep what is there. So a sweep cannot flush the tier.
+evicts what it will need next. Here each expert carries a use count that decays by age, and a newcomer replaces the
+least used entry only when it has been used more; ties keep what is there. So a sweep cannot flush the tier.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ExpertTierPolicy:
         self._unit = 1.0
         self._heat: dict[Key, float] = {}
         self._kept: set[Key] = set()
-        # Counts never shrink between rescalings, so a stored count is a lower bound and the heap can be repaired lazily.
+        # Counts never shrink between rescalings, so a stored count is a lower bound and the heap can be repaired
+        # lazily.
         self._coldest: list[tuple[float, Key]] = []
 
     def __contains__(self, key: Key) -> bool:

@@ -1,7 +1,8 @@
 """Expert leases: from the RAM tier at once, from the drives in arrival order, given back as soon as they are used.
 
-An expert's bytes live in a *frame*, one page-aligned buffer out of an arena that is mapped once. A frame is free, being read
-into, leased to the caller, or kept by the tier. The policy that decides who is kept is pure and lives in ``residency``.
+An expert's bytes live in a *frame*, one page-aligned buffer out of an arena that is mapped once. A frame is free,
+being read into, leased to the caller, or kept by the tier. The policy that decides who is kept is pure and lives in
+``residency``.
 """
 
 from __future__ import annotations
@@ -121,9 +122,10 @@ class ExpertStream:
     def fetch(self, layer: int, experts: Sequence[int]) -> Fetch:
         """Leases ``experts`` of ``layer``; use as a context and iterate over batches of leases.
 
-        Entering starts the reads, in the order of ``experts`` and as many at a time as there are free frames. Batches hold
-        first the experts already in memory, then those read, as they arrive. The caller must ``release`` each batch once its
-        products are computed. Leaving the context cancels what has not started and waits for what has.
+        Entering starts the reads, in the order of ``experts`` and as many at a time as there are free frames.
+        Batches hold first the experts already in memory, then those read, as they arrive. The caller must
+        ``release`` each batch once its products are computed. Leaving the context cancels what has not started and
+        waits for what has.
         """
         return Fetch(self, layer, experts)
 
@@ -210,9 +212,7 @@ class Fetch:
             waiting.popleft()
             frame = arena.free.pop()
 
-            def done(
-                error: BaseException | None, key: Key = key, frame: int = frame, plan: ReadPlan = plan
-            ) -> None:
+            def done(error: BaseException | None, key: Key = key, frame: int = frame, plan: ReadPlan = plan) -> None:
                 arrivals.put(_Arrival(key, frame, plan, error))
 
             self._tickets[key] = store.reader.submit(plan, arena.view(frame), done)

@@ -57,9 +57,7 @@ class Spine:
         stop: polled while waiting for reads.
     """
 
-    def __init__(
-        self, store: Store, *, resident: frozenset[str], buffers: tuple[int, int], stop: StopFlag
-    ) -> None:
+    def __init__(self, store: Store, *, resident: frozenset[str], buffers: tuple[int, int], stop: StopFlag) -> None:
         self._store = store
         self._stop = stop
         self._units = {key: store.spine_unit(key) for key in store.spine_keys}
@@ -192,14 +190,12 @@ def _tensors(unit: SpineUnit, memory: memoryview) -> Tensors:
         count = 1
         for n in t.shape:
             count *= n
-        out[t.name] = torch.frombuffer(memory, dtype=_DTYPES[t.dtype], count=count, offset=t.offset).view(
-            t.shape
-        )
+        out[t.name] = torch.frombuffer(memory, dtype=_DTYPES[t.dtype], count=count, offset=t.offset).view(t.shape)
     return out
 
 
 def _sub_plan(plan: ReadPlan, first: int, nbytes: int) -> ReadPlan:
-    """The part of a unit's plan that covers bytes [first, first + nbytes) of its buffer, moved to the start of a small one."""
+    """The part of a unit's plan that covers bytes [first, first + nbytes) of its buffer, moved to a small buffer."""
     needed = [e for e in plan.extents if e.at < first + nbytes and first < e.at + e.length]
     low = min(e.at for e in needed) // _ALIGN * _ALIGN
     high = max(e.at + e.length for e in needed)
