@@ -74,6 +74,12 @@ class TokenizerError(CheckpointError):
     """The rank file or tokenizer_config.json is malformed, or does not fit the model's config.json."""
 
 
+class DraftError(DeltafinError):
+    """A draft's files cannot be used. K3 continues without it; this reaches a user only who asked for that draft."""
+
+    exit_code = ExitCode.CHECKPOINT
+
+
 class StoreError(DeltafinError):
     """An install, its manifest or its drives."""
 
