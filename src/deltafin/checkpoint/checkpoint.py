@@ -132,9 +132,7 @@ def _single(folder: Path, limit: int) -> dict[str, TensorInfo]:
             f"{folder} has neither {INDEX_NAME} nor {SINGLE_NAME}",
             remedy="point --model at a folder with the released Kimi K3 files",
         )
-    return {
-        name: info for name, info in read_header(path, max_header_bytes=limit).items() if not is_vision(name)
-    }
+    return {name: info for name, info in read_header(path, max_header_bytes=limit).items() if not is_vision(name)}
 
 
 def _indexed(folder: Path, limit: int) -> dict[str, TensorInfo]:
@@ -163,9 +161,7 @@ def _check_agreement(
     for name in header:
         if name not in promised:
             where = f"places it in {index[name]}" if name in index else "does not know it"
-            raise TensorFileError(
-                f"{shard} holds tensor {quoted(name)} but {index_path.name} {where}", remedy=_REFETCH
-            )
+            raise TensorFileError(f"{shard} holds tensor {quoted(name)} but {index_path.name} {where}", remedy=_REFETCH)
     if len(header) != len(promised):
         name = min(promised - header.keys())
         raise TensorFileError(
@@ -227,7 +223,7 @@ def _payload(folder: Path, info: TensorInfo) -> bytes:
     try:
         with open_regular(path) as file:
             file.seek(info.offset)
-            data: bytes = file.read(info.nbytes)
+            data = file.read(info.nbytes)
     except OSError as e:
         raise TensorFileError(f"{path} cannot be read: {e.strerror}", remedy=_REFETCH) from None
     if len(data) != info.nbytes:

@@ -13,6 +13,7 @@ import re
 import stat
 from collections import Counter
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
         raise TensorFileError(f"{path} cannot be read: {e.strerror}", remedy=_REFETCH) from None
 
 
-def open_regular(path: Path) -> Any:
+def open_regular(path: Path) -> FileIO:
     """Opens a regular file for reading, unbuffered, and nothing else: a FIFO or device would hang or lie.
 
     Raises:
@@ -136,7 +137,7 @@ def open_regular(path: Path) -> Any:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise TensorFileError(f"{path} is not a regular file", remedy=_REFETCH)
-    return open(fd, "rb", buffering=0)
+    return FileIO(fd, "rb")
 
 
 def parse_json(raw: bytes, path: Path) -> Any:
@@ -165,9 +166,7 @@ def _header_bytes(path: Path, max_header_bytes: int) -> tuple[int, int, bytes]:
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > size - 8:
                 kind = _what_it_is(prefix)
-                raise TensorFileError(
-                    f"{path} {kind} (its {size} bytes cannot hold a header)", remedy=_REFETCH
-                )
+                raise TensorFileError(f"{path} {kind} (its {size} bytes cannot hold a header)", remedy=_REFETCH)
             if length > max_header_bytes:
                 raise TensorFileError(
                     f"{path}: a header of {length} bytes exceeds the {max_header_bytes} this model can need",
@@ -199,9 +198,7 @@ def _entry(path: Path, name: str, entry: Any, payload: int) -> TensorInfo:
         raise TensorFileError(f"{path}: malformed entry for {quoted(name)}", remedy=_REFETCH)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise TensorFileError(
-            f"{path}: {quoted(name)} has dtype {quoted(dtype)}, not BF16, F32 or U8", remedy=_REFETCH
-        )
+        raise TensorFileError(f"{path}: {quoted(name)} has dtype {quoted(dtype)}, not BF16, F32 or U8", remedy=_REFETCH)
     if not _naturals(shape) or len(shape) > _MAX_AXES:
         raise TensorFileError(f"{path}: {quoted(name)} has shape {quoted(shape)}", remedy=_REFETCH)
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:

@@ -6,47 +6,135 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from deltafin.checkpoint.config import K3Config
+import numpy as np
+import xxhash
+
+from deltafin.checkpoint.inventory import spine_inventory
+from deltafin.errors import ManifestError, SliceMissingError
 from deltafin.kernels.layout import ExpertLayout
-from deltafin.store.reader import Reader
-from deltafin.store.types import DriveInfo, ReadPlan, SpineUnit
+from deltafin.store.drives import check_drive, check_files
+from deltafin.store.manifest import MANIFEST_NAME, Manifest
+from deltafin.store.reader import Reader, raise_file_limit
+from deltafin.store.types import PAGE, Extent, ReadPlan, SpineTensor, SpineUnit
+
+_MAX_CACHED_PLANS = 16384
+_MAX_CHECKED_METADATA = 64 << 20  # the tensor index is larger and is not used by an opened install
 
 
 class Store:
-    """An opened install; a context manager."""
+    """An opened install; a context manager. Everything but ``reader`` is immutable and may be used from any thread.
 
-    config: K3Config
-    metadata_dir: Path
-    identity: str
-    layout: str
-    drives: Sequence[DriveInfo]
-    expert_layout: ExpertLayout
-    expert_buffer_bytes: int
-    spine_keys: tuple[str, ...]
-    reader: Reader
+    Attributes:
+        config: the model's geometry.
+        metadata_dir: folder with config.json, tiktoken.model and the other small released files.
+        identity: of the model, see ``Checkpoint.identity``.
+        layout: ``striped`` or ``in-place``.
+        drives: the drives, by index.
+        expert_layout: where an expert's six tensors lie inside its blob.
+        expert_buffer_bytes: memory that any expert's plan fits into.
+        spine_keys: units in reading order: ``embed``, ``layer.0`` …, ``head``.
+        reader: carries out plans.
+    """
+
+    def __init__(self, home: Path, manifest: Manifest, reader: Reader) -> None:
+        m = manifest
+        self.config = m.config
+        self.metadata_dir = home
+        self.identity = m.identity
+        self.layout = m.layout
+        self.drives = m.drives
+        self.reader = reader
+        self.expert_layout = ExpertLayout.released(m.config.latent, m.config.expert_intermediate)
+        self.spine_keys = tuple(m.units)
+        self._manifest = m
+        drive_of_file = np.array([f.drive for f in m.files], dtype=np.int64)
+        self._rows = np.stack([drive_of_file[m.file], m.file, m.offset, m.length, m.at], axis=1)
+        self._first: list[int] = m.first.tolist()
+        self._complete = np.logical_and.reduceat(m.present, m.first[:-1]).tobytes()
+        experts = m.expert_blobs
+        starts, ends = m.first[:experts], m.first[1 : experts + 1] - 1
+        self.expert_buffer_bytes = -(-int((m.at + m.length)[ends].max(initial=0)) // PAGE) * PAGE
+        rank = np.empty(experts, dtype=np.int64)
+        rank[np.lexsort((m.offset[starts], m.file[starts]))] = np.arange(experts)
+        self._rank: list[int] = rank.tolist()
+        self._plans: dict[int, ReadPlan] = {}
 
     @classmethod
-    def open(
-        cls, home: Path, *, depth: int | None = None, max_bytes_per_s: Mapping[int, float] | None = None
-    ) -> Store:
-        """Opens the install at ``home``."""
-        raise NotImplementedError
+    def open(cls, home: Path, *, depth: int | None = None, max_bytes_per_s: Mapping[int, float] | None = None) -> Store:
+        """Opens the install at ``home``.
+
+        Args:
+            home: the install's folder, or a drive that holds exactly one.
+            depth: requests in flight per drive; None for the default.
+            max_bytes_per_s: bandwidth limit by drive index, for tests and benchmarks.
+
+        Raises:
+            ManifestError: no install there, or its manifest or metadata is damaged.
+            ConfigError: the configuration beside it is not K3's.
+            DriveMissingError: a drive's directory is missing.
+            DriveSwappedError: a drive's directory belongs to something else.
+            ReadError: a slice file is missing or truncated.
+        """
+        home = find_home(home)
+        manifest = Manifest.load(home)
+        check_metadata(home, manifest)
+        for drive in manifest.drives:
+            check_drive(manifest, drive)
+        check_files(manifest)
+        raise_file_limit(len(manifest.files))
+        paths = [(entry.drive, manifest.file_path(index)) for index, entry in enumerate(manifest.files)]
+        return cls(home, manifest, Reader(manifest.drives, paths, depth=depth, max_bytes_per_s=max_bytes_per_s))
 
     def expert_plan(self, layer: int, expert: int) -> ReadPlan:
-        """How to read one expert."""
-        raise NotImplementedError
+        """How to read one routed expert.
+
+        Args:
+            layer: 0-based layer with routed experts.
+            expert: 0-based.
+
+        Raises:
+            SliceMissingError: the expert was never completely written.
+            IndexError: no such expert.
+        """
+        config = self.config
+        if not (config.dense_layers <= layer < config.layers and 0 <= expert < config.experts):
+            raise IndexError(f"no expert {expert} in layer {layer}")
+        blob = (layer - config.dense_layers) * config.experts + expert
+        plan = self._plans.get(blob)
+        if plan is None:
+            extents = self._extents(blob, blob + 1)
+            last = extents[-1]
+            view = extents[0].at
+            end = last.at + last.length
+            plan = ReadPlan(extents, view, end - view, -(-end // PAGE) * PAGE, f"expert {expert} of layer {layer}")
+            if len(self._plans) >= _MAX_CACHED_PLANS:
+                self._plans.clear()
+            self._plans[blob] = plan
+        return plan
 
     def file_order(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """``experts`` sorted by position on the drives."""
-        raise NotImplementedError
+        """``experts`` of ``layer`` sorted by position on the drives, for sequential reading."""
+        base = (layer - self.config.dense_layers) * self.config.experts
+        return sorted(experts, key=lambda expert: self._rank[base + expert])
 
     def spine_unit(self, key: str) -> SpineUnit:
-        """How to read one spine unit."""
-        raise NotImplementedError
+        """How to read one spine unit, and where its tensors land.
+
+        Raises:
+            SliceMissingError: the unit was never completely written.
+            KeyError: no such unit.
+        """
+        m, unit = self._manifest, self._manifest.units[key]
+        extents = self._extents(unit.first_blob, unit.first_blob + unit.blobs)
+        tensors = tuple(
+            SpineTensor(name, spec.dtype, spec.shape, m.tensor_offsets[name], spec.nbytes)
+            for name, spec in spine_inventory(m.config)[key].items()
+        )
+        return SpineUnit(key, ReadPlan(extents, 0, unit.buffer_bytes, unit.buffer_bytes, f"spine unit {key}"), tensors)
 
     def close(self) -> None:
-        """Stops the reader and closes all files."""
-        raise NotImplementedError
+        """Stops the reader and closes all files. Idempotent."""
+        self.reader.close()
 
     def __enter__(self) -> Store:
         return self
@@ -55,3 +143,57 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _extents(self, blob: int, end: int) -> tuple[Extent, ...]:
+        absent = self._complete.find(b"\0", blob, end)
+        if absent >= 0:
+            raise SliceMissingError(
+                f"{self._manifest.blob_name(absent)} is not in the install at {self.metadata_dir}",
+                remedy="complete it by running the same deltafin store create again",
+            )
+        first, last = self._first[blob], self._first[end]
+        checksums = self._manifest.checksum[first:last].tolist()
+        return tuple(
+            Extent(drive, file, offset, length, at, checksum)
+            for (drive, file, offset, length, at), checksum in zip(
+                self._rows[first:last].tolist(), checksums, strict=True
+            )
+        )
+
+
+def find_home(path: Path) -> Path:
+    """The folder with the manifest: ``path`` itself, or the only install directly below it.
+
+    Raises:
+        ManifestError: there is none, or more than one.
+    """
+    if (path / MANIFEST_NAME).is_file():
+        return path
+    found = sorted(path.glob(f"deltafin-*/{MANIFEST_NAME}"))
+    if len(found) == 1:
+        return found[0].parent
+    if found:
+        names = ", ".join(str(manifest.parent) for manifest in found[:8])
+        raise ManifestError(f"{path} holds several installs: {names}", remedy="name one of them")
+    raise ManifestError(
+        f"{path} holds no install ({MANIFEST_NAME} is missing)",
+        remedy="create one with deltafin store create, or name the right folder",
+    )
+
+
+def check_metadata(home: Path, manifest: Manifest) -> None:
+    """Checks the small released files beside the manifest against it.
+
+    Raises:
+        ManifestError: one is missing or differs.
+    """
+    for name, checksum in manifest.metadata.items():
+        path = home / name
+        try:
+            if path.stat().st_size <= _MAX_CHECKED_METADATA and xxhash.xxh3_64_intdigest(path.read_bytes()) != checksum:
+                raise ManifestError(f"{path} differs from the file this install was made with", remedy=_METADATA)
+        except OSError as e:
+            raise ManifestError(f"{path} cannot be read: {e.strerror}", remedy=_METADATA) from None
+
+
+_METADATA = "copy it again from the released model's folder"

@@ -1,0 +1,184 @@
+"""Recognising drives: the marker of a striped install, the shards themselves of an install in place; and
+their speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from deltafin.errors import DriveError, DriveMissingError, DriveSwappedError, ReadError
+from deltafin.store.buffers import AlignedBuffer
+from deltafin.store.direct import DirectFile
+from deltafin.store.files import write_atomic
+from deltafin.store.manifest import Manifest
+from deltafin.store.reader import REPAIR
+from deltafin.store.types import DriveInfo
+
+MARKER_NAME = "deltafin-drive.json"
+MARKER_FORMAT = 1
+_MAX_MARKER_BYTES = 4096
+_RELOCATE = "connect the drive, or if it is mounted elsewhere: deltafin store relocate HOME --drive NEW_PATH"
+_TEST_BYTES = 192 << 20
+_TEST_PIECE = 4 << 20
+_TEST_SECONDS = 1.0
+
+
+def slice_folder(short_id: str) -> str:
+    """Name of an install's folder on each drive."""
+    return f"deltafin-{short_id}"
+
+
+def write_marker(folder: Path, store_uuid: str, drive: DriveInfo) -> None:
+    """Writes the marker of ``drive`` into its slice folder, durably.
+
+    Raises:
+        OSError: the drive cannot be written.
+    """
+    marker = {"format": MARKER_FORMAT, "store": store_uuid, "drive": drive.uuid, "index": drive.index}
+    write_atomic(folder / MARKER_NAME, json.dumps(marker, indent=1).encode())
+
+
+def read_marker(folder: Path) -> tuple[str, str] | None:
+    """(store uuid, drive uuid) of the marker in ``folder``; None when there is none or it is not one of
+    ours."""
+    try:
+        with open(folder / MARKER_NAME, "rb") as file:
+            marker = json.loads(file.read(_MAX_MARKER_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(marker, dict) or marker.get("format") != MARKER_FORMAT:
+        return None
+    store, drive = marker.get("store"), marker.get("drive")
+    return (store, drive) if isinstance(store, str) and isinstance(drive, str) else None
+
+
+def check_drive(manifest: Manifest, drive: DriveInfo) -> None:
+    """Checks that the drive's directory is there and is the one the manifest means.
+
+    Raises:
+        DriveMissingError: the directory is missing.
+        DriveSwappedError: it belongs to another drive or install, or to none.
+    """
+    if not drive.path.is_dir():
+        raise DriveMissingError(f"drive {drive.index} is missing: no directory {drive.path}", remedy=_RELOCATE)
+    if not is_drive(manifest, drive, drive.path):
+        what = "the released shards" if manifest.layout == "in-place" else "the marker of this drive"
+        raise DriveSwappedError(f"{drive.path} does not hold {what} (drive {drive.index})", remedy=_RELOCATE)
+
+
+def is_drive(manifest: Manifest, drive: DriveInfo, path: Path) -> bool:
+    """Whether ``path`` is the directory of ``drive``, by marker or, in place, by the names and sizes of its
+    shards."""
+    entries = [f for f in manifest.files if f.drive == drive.index]
+    if manifest.layout == "in-place":
+        # Any shard identifies it: a single damaged one is reported by name when files are checked.
+        return any(_size(path / f.name) == f.nbytes for f in entries)
+    folders = {f.name.partition("/")[0] for f in entries}
+    return any(read_marker(path / folder) == (manifest.store_uuid, drive.uuid) for folder in folders)
+
+
+def check_files(manifest: Manifest) -> None:
+    """Checks that every file holds all slices that are present.
+
+    Raises:
+        ReadError: a file is missing or truncated.
+    """
+    for index, needed in enumerate(needed_sizes(manifest)):
+        if needed:
+            path = manifest.file_path(index)
+            size = _size(path)
+            if size is None:
+                raise ReadError(f"{path} is missing", remedy=REPAIR)
+            if size < needed:
+                raise ReadError(f"{path} is truncated: it has {size} of {needed} bytes", remedy=REPAIR)
+
+
+def needed_sizes(manifest: Manifest) -> list[int]:
+    """For each file the end of its last present slice in bytes."""
+    needed = [0] * len(manifest.files)
+    for file in range(len(needed)):
+        chosen = (manifest.file == file) & manifest.present
+        if chosen.any():
+            needed[file] = int((manifest.offset + manifest.length)[chosen].max())
+    return needed
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def measure_bandwidth(path: Path, candidates: Iterable[Path] = ()) -> float:
+    """Bytes per second of direct reads from the drive at ``path``, four at a time, for about a second.
+
+    Args:
+        path: a directory on the drive.
+        candidates: large files there to read; when none suffices a temporary one is written.
+
+    Raises:
+        DriveError: the drive cannot be written or read.
+    """
+    source = next((p for p in candidates if (_size(p) or 0) >= _TEST_BYTES), None)
+    temporary = None if source else path / f".deltafin-speed-{os.getpid()}"
+    try:
+        if temporary:
+            _write_test_file(temporary)
+        return _read_rate(source or temporary or path)
+    except OSError as e:
+        raise DriveError(
+            f"{path}: the speed test failed: {e.strerror}",
+            remedy="check the drive, or give weights instead: --drive PATH:WEIGHT for every drive",
+        ) from None
+    finally:
+        if temporary:
+            temporary.unlink(missing_ok=True)
+
+
+def _write_test_file(path: Path) -> None:
+    piece = os.urandom(_TEST_PIECE)  # compressing drives must not look fast
+    with open(path, "wb") as file:
+        for _ in range(_TEST_BYTES // _TEST_PIECE):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read_rate(path: Path) -> float:
+    file = DirectFile(path)
+    pieces = (_size(path) or 0) // _TEST_PIECE
+    totals: list[int] = []
+    failures: list[OSError] = []
+    start = time.perf_counter()
+
+    def work(first: int) -> None:
+        buffer = AlignedBuffer(_TEST_PIECE)
+        total, index = 0, first
+        try:
+            while time.perf_counter() - start < _TEST_SECONDS:
+                file.read(buffer.view, index % pieces * _TEST_PIECE, _TEST_PIECE)
+                total += _TEST_PIECE
+                index += 4
+        except (OSError, EOFError) as e:
+            failures.append(e if isinstance(e, OSError) else OSError(0, "the file shrank"))
+        totals.append(total)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        elapsed = time.perf_counter() - start
+        file.close()
+    if failures:
+        raise failures[0]
+    return sum(totals) / elapsed
