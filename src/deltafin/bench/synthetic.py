@@ -54,7 +54,7 @@ def released_config(
     if mla_layers is None:
         mla_layers = [layer for layer in range(layers) if layer % 4 == 3 or layer == layers - 1]
     special = {"bos_token_id": vocab_size - 256, "eos_token_id": vocab_size - 254, "pad_token_id": vocab_size - 1}
-    quantization = {
+    quantization: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "format": "mxfp4-pack-quantized",
         "quantization_status": "compressed",
