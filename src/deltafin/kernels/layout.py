@@ -15,8 +15,8 @@ MAX_WIDTH = 1 << 20
 class ExpertLayout:
     """Byte offsets of an expert's tensors relative to the first byte of its blob.
 
-    ``w1`` (gate) and ``w3`` (up) are [intermediate, latent], ``w2`` (down) is [latent, intermediate], row-major.
-    A packed tensor holds two E2M1 numbers per byte, its scale one E8M0 byte per group of 32 numbers.
+    ``w1`` (gate) and ``w3`` (up) are [intermediate, latent], ``w2`` (down) is [latent, intermediate].
+    All are row-major. A packed tensor holds two E2M1 numbers per byte, its scale one E8M0 byte per group of 32 numbers.
 
     Raises:
         ValueError: a width is not a positive multiple of 32, an offset is negative, or two tensors overlap.
@@ -34,9 +34,7 @@ class ExpertLayout:
     def __post_init__(self) -> None:
         for width in (self.latent, self.intermediate):
             if not 0 < width <= MAX_WIDTH or width % GROUP:
-                raise ValueError(
-                    f"expert width {width} is not a positive multiple of {GROUP} up to {MAX_WIDTH}"
-                )
+                raise ValueError(f"expert width {width} is not a positive multiple of {GROUP} up to {MAX_WIDTH}")
         end = 0
         for begin, size in sorted(self._spans()):
             if begin < end:

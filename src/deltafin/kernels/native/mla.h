@@ -1,0 +1,164 @@
+// Latent attention in absorbed form. A query is carried into the latent space once per head, attends to the cache rows
+// there, and only the mixed latent is carried back. The softmax is taken online over tiles of 64 cache rows counted from
+// row 0, so the order of operations for a row depends on its position alone.
+#pragma once
+
+constexpr int64_t kCacheTile = 64;
+constexpr int64_t kHeadBlock = 32;
+
+// latent[t][l] = sum_n q[t][n] w[n][l], n ascending, for 16 J columns from l and C rows.
+template <int J, int C>
+static void absorb(const bf16* w, int64_t lora, int64_t nope, int64_t l, int64_t n, const float* q, int64_t ldq, float* out, int64_t ldo) {
+    V16 acc[C][J];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+        for (int j = 0; j < J; ++j) acc[c][j] = zero();
+    for (int64_t i = 0; i < nope; ++i) {
+        V16 v[J];
+#pragma GCC unroll 4
+        for (int j = 0; j < J; ++j) v[j] = weight_part(w + i * lora, true, l + 16 * j, n - 16 * j);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) {
+            V16 x = set1(q[c * ldq + i]);
+#pragma GCC unroll 4
+            for (int j = 0; j < J; ++j) acc[c][j] = fma(x, v[j], acc[c][j]);
+        }
+    }
+    for (int c = 0; c < C; ++c)
+        for (int j = 0; j < J; ++j) store_part(out + c * ldo + l + 16 * j, acc[c][j], n - 16 * j);
+}
+
+// ctx[h][l] = alpha_h ctx[h][l] + sum_s p[h][s] cache[s][l], s ascending, for 16 J columns and C heads.
+template <int J, int C>
+static void mix(const float* cache, int64_t ldc, int64_t count, const float* p, const float* alpha, int64_t n, float* ctx, int64_t ldctx) {
+    V16 acc[C][J];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+        for (int j = 0; j < J; ++j) acc[c][j] = mul(load(ctx + c * ldctx + 16 * j), set1(alpha[c]));
+    for (int64_t s = 0; s < count; ++s) {
+        V16 v[J];
+#pragma GCC unroll 4
+        for (int j = 0; j < J; ++j) v[j] = load_part(cache + s * ldc + 16 * j, n - 16 * j);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) {
+            V16 x = set1(p[c * kCacheTile + s]);
+#pragma GCC unroll 4
+            for (int j = 0; j < J; ++j) acc[c][j] = fma(x, v[j], acc[c][j]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+        for (int j = 0; j < J; ++j) store(ctx + c * ldctx + 16 * j, acc[c][j]);
+}
+
+// One row's `count` heads over cache rows [0, limit). Scratch: ctx [count][ldctx], p [count][tile], three floats a head.
+static void attend(const Mla& a, int64_t limit, const float* query, int64_t ldquery, int64_t count, float* ctx, int64_t ldctx, float* p) {
+    float *top = p + kHeadBlock * kCacheTile, *sum = top + kHeadBlock, *alpha = sum + kHeadBlock;
+    int64_t width = a.lora + a.rope;
+    for (int64_t h = 0; h < count; ++h) {
+        top[h] = -__builtin_inff();
+        sum[h] = 0;
+        for (int64_t i = 0; i < ldctx; i += 16) store(ctx + h * ldctx + i, zero());
+    }
+    for (int64_t s0 = 0; s0 < limit; s0 += kCacheTile) {
+        int64_t n = min64(kCacheTile, limit - s0);
+        const float* rows = a.cache + s0 * a.ldc;
+        product(FloatRows{rows, a.ldc, width}, 0, n, query, ldquery, count, p, 1, kCacheTile);
+        for (int64_t h = 0; h < count; ++h) {
+            float* ph = p + h * kCacheTile;
+            V16 peak = set1(top[h]), scale = set1(a.scale), total = zero();
+            for (int64_t i = n; i < up(n, 16); ++i) ph[i] = -__builtin_inff();
+            for (int64_t i = 0; i < n; i += 16) {
+                V16 v = mul(load(ph + i), scale);
+                store(ph + i, v);
+                peak = vmax(v, peak);
+            }
+            float now = reduce_max(peak);
+            alpha[h] = exp1(top[h] - now);
+            top[h] = now;
+            for (int64_t i = 0; i < n; i += 16) {
+                V16 v = vexp(sub(load(ph + i), set1(now)));
+                store(ph + i, v);
+                total = add(total, v);
+            }
+            sum[h] = __builtin_fmaf(sum[h], alpha[h], reduce(total));
+        }
+        for (int64_t l = 0; l < a.lora; l += 16 * kWide)
+            for (int64_t h = 0; h < count; h += kWide) {
+                const float *ph = p + h * kCacheTile, *c = rows + l;
+                float* dst = ctx + h * ldctx + l;
+                if (h + kWide <= count && l + 16 * kWide <= a.lora) {
+                    mix<kWide, kWide>(c, a.ldc, n, ph, alpha + h, 16 * kWide, dst, ldctx);
+                    continue;
+                }
+                for (int64_t i = 0; i < min64(kWide, count - h); ++i)
+                    for (int64_t j = 0; j < 16 * kWide && l + j < a.lora; j += 16)
+                        mix<1, 1>(c + j, a.ldc, n, ph + i * kCacheTile, alpha + h + i, a.lora - l - j, dst + i * ldctx + j, ldctx);
+            }
+    }
+    for (int64_t h = 0; h < count; ++h)
+        for (int64_t i = 0; i < ldctx; i += 16) store(ctx + h * ldctx + i, div(load(ctx + h * ldctx + i), set1(sum[h])));
+}
+
+static void mla_attention(const Mla& a) {
+    int64_t width = a.lora + a.rope, ldquery = up(width, 32), ldctx = up(a.lora, 32), per_head = a.nope + a.v_dim;
+    int64_t tile = min64(a.rows, 32);
+    float* query = (float*)scratch(kQuery, (size_t)(tile * a.heads * ldquery) * 4);
+    float* context = (float*)scratch(kContext, (size_t)(tile * a.heads * ldctx) * 4);
+    int64_t each = kHeadBlock * (ldctx + kCacheTile + 3);
+    float* local = (float*)scratch(kWorker, (size_t)(threads() * each) * 4);
+    for (int64_t t0 = 0; t0 < a.rows; t0 += tile) {
+        int64_t rows = min64(tile, a.rows - t0), ldq = a.heads * ldquery, ldc = a.heads * ldctx;
+        double absorbing = (double)rows * (double)a.heads * (double)a.lora;
+        parallel(a.heads, absorbing * (double)a.nope, [&](int64_t h, int) {
+            const bf16* w = a.kv_b + h * per_head * a.lora;
+            const float* q = a.q + t0 * a.ldq + h * (a.nope + a.rope);
+            float* dst = query + h * ldquery;
+            for (int64_t t = 0; t < rows; ++t) {
+                __builtin_memcpy(dst + t * ldq + a.lora, q + t * a.ldq + a.nope, (size_t)a.rope * 4);
+                for (int64_t i = width; i < ldquery; ++i) dst[t * ldq + i] = 0;
+            }
+            for (int64_t l = 0; l < a.lora; l += 16 * kWide)
+                for (int64_t t = 0; t < rows;) {
+                    const float* qt = q + t * a.ldq;
+                    float* to = dst + t * ldq;
+                    bool full = l + 16 * kWide <= a.lora;
+                    if (full && t + kWide <= rows) {
+                        absorb<kWide, kWide>(w, a.lora, a.nope, l, 16 * kWide, qt, a.ldq, to, ldq);
+                        t += kWide;
+                    } else {
+                        if (full) absorb<kWide, 1>(w, a.lora, a.nope, l, 16 * kWide, qt, a.ldq, to, ldq);
+                        else
+                            for (int64_t j = l; j < a.lora; j += 16) absorb<1, 1>(w, a.lora, a.nope, j, a.lora - j, qt, a.ldq, to, ldq);
+                        ++t;
+                    }
+                }
+        });
+        // Few rows: smaller blocks of heads, so that every thread has work. The bits do not depend on it.
+        int64_t wanted = (2 * threads() + rows - 1) / rows;
+        int64_t block = max64(1, min64(kHeadBlock, up((a.heads + wanted - 1) / wanted, 4)));
+        int64_t blocks = (a.heads + block - 1) / block;
+        double attending = (double)(a.start + t0 + rows) * (double)(rows * a.heads) * (double)(width + a.lora);
+        parallel(rows * blocks, attending, [&](int64_t task, int worker) {
+            int64_t t = task / blocks, h = task % blocks * block, count = min64(block, a.heads - h);
+            float* ctx = local + worker * each;
+            attend(a, a.start + t0 + t + 1, query + t * ldq + h * ldquery, ldquery, count, ctx, ldctx, ctx + kHeadBlock * ldctx);
+            for (int64_t i = 0; i < count; ++i) pack_pairs(ctx + i * ldctx, a.lora, context + t * ldc + (h + i) * ldctx);
+        });
+        parallel(a.heads, absorbing * (double)a.v_dim, [&](int64_t h, int) {
+            Bf16Rows w{a.kv_b + (h * per_head + a.nope) * a.lora, a.lora, a.lora};
+            float* out = a.out + t0 * a.ldo + h * a.v_dim;
+            product(w, 0, a.v_dim, context + h * ldctx, ldc, rows, out, 1, a.ldo);
+            if (!a.gate) return;
+            for (int64_t t = 0; t < rows; ++t)
+                for (int64_t i = 0; i < a.v_dim; i += 16) {
+                    int64_t n = a.v_dim - i;
+                    V16 g = vsigmoid(load_part(a.gate + (t0 + t) * a.ldg + h * a.v_dim + i, n));
+                    store_part(out + t * a.ldo + i, mul(load_part(out + t * a.ldo + i, n), g), n);
+                }
+        });
+    }
+}

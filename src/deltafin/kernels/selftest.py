@@ -1,0 +1,129 @@
+"""Runs every kernel on small inputs and compares it with the plain reference: does this build compute on this machine?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from deltafin.errors import MachineError
+from deltafin.kernels import cpu, reference
+from deltafin.kernels.layout import ExpertLayout
+
+_TOLERANCE = 2e-5
+"""Largest difference allowed, relative to the largest number of the expected result (fp32 against fp64)."""
+
+
+def check() -> None:
+    """Compares each kernel, with the instruction set and threads in use, with its reference; takes milliseconds.
+
+    Raises:
+        MachineError: naming the kernel that is wrong.
+    """
+    for name, native, expected in _cases():
+        for got, want in zip(native(), expected(), strict=True):
+            error = (got.double() - want.double()).abs().max() / want.double().abs().max()
+            if not error <= _TOLERANCE:
+                raise MachineError(
+                    f"kernel {name} computes wrong numbers with instruction set {cpu.isa()} (error {float(error):.1e})",
+                    remedy="rebuild with `pip install --force-reinstall --no-deps .`, or run with K3_ISA=portable and report it",
+                )
+
+
+_Run = Callable[[], tuple[Tensor, ...]]
+
+
+def _cases() -> Iterator[tuple[str, _Run, _Run]]:
+    generator = torch.Generator().manual_seed(3)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def wide(*tensors: Tensor) -> list[Tensor]:
+        return [t.double() for t in tensors]
+
+    t, h, d, rope, lora = 3, 4, 32, 16, 48
+    width = h * d
+    x, y, norm_w = rand(t, width), rand(t, width), rand(width)
+    w = [rand(width, width).bfloat16() for _ in range(3)]
+    yield "linear", lambda: (cpu.linear(x, w[0]),), lambda: (reference.linear(x.double(), w[0]),)
+    yield "rmsnorm", lambda: (cpu.rmsnorm(x, norm_w, 1e-5),), lambda: (reference.rmsnorm(x.double(), norm_w, 1e-5),)
+    yield (
+        "attnres_mix_norm",
+        lambda: (cpu.attnres_mix_norm([x, y], norm_w, norm_w, 1e-5),),
+        lambda: (reference.attnres_mix_norm(wide(x, y), norm_w, norm_w, 1e-5),),
+    )
+    yield "situ", lambda: (cpu.situ(x, y, 4, 25),), lambda: (reference.situ(x.double(), y, 4, 25),)
+    yield (
+        "gated_mlp",
+        lambda: (cpu.gated_mlp(x, *w, 4, 25),),
+        lambda: (reference.gated_mlp(x.double(), *w, 4, 25),),
+    )
+
+    qkv, history, conv_w = rand(t, 3, width), rand(3, 3, width), rand(3, width, 4)
+    gates = (rand(t, width), rand(width), rand(h), rand(t, h))
+    yield (
+        "kda_prepare",
+        lambda: cpu.kda_prepare(qkv, history, conv_w, *gates, heads=h, head_dim=d, lower_bound=-5, qk_eps=1e-6),
+        lambda: reference.kda_prepare(
+            qkv.double(), history, conv_w, *gates, heads=h, head_dim=d, lower_bound=-5, qk_eps=1e-6
+        ),
+    )
+    rows = (x, y / d, rand(t, width), torch.rand(t, width, generator=generator), rand(t, h))
+    state = rand(h, d, d)
+
+    def recurrence() -> tuple[Tensor, Tensor]:
+        out, after = torch.empty(t, width), torch.empty_like(state)
+        cpu.kda_recurrence(*rows, state, after, out)
+        return out, after
+
+    yield "kda_recurrence", recurrence, lambda: reference.kda_recurrence(*wide(*rows, state))
+    yield (
+        "kda_output",
+        lambda: (cpu.kda_output(x, y, norm_w[:d], 1e-5, heads=h, head_dim=d),),
+        lambda: (reference.kda_output(x.double(), y, norm_w[:d], 1e-5, heads=h, head_dim=d),),
+    )
+
+    q, kv_b, cache = rand(t, h * (d + rope)), rand(h * 2 * d, lora).bfloat16() / 8, rand(70, lora + rope)
+
+    def mla() -> tuple[Tensor]:
+        return (cpu.mla_attention(q, kv_b, cache, 66, y, heads=h, nope=d, rope=rope, v_dim=d, kv_lora=lora, scale=0.1),)
+
+    def mla_reference() -> tuple[Tensor]:
+        return (
+            reference.mla_attention(
+                q.double(), kv_b, cache, 66, y, heads=h, nope=d, rope=rope, v_dim=d, kv_lora=lora, scale=0.1
+            ),
+        )
+
+    yield "mla_attention", mla, mla_reference
+    yield (
+        "router",
+        lambda: cpu.router(x, norm_w, 4, renormalize=True, scale=1, sum_eps=1e-20),
+        lambda: reference.router(x.double(), norm_w, 4, renormalize=True, scale=1, sum_eps=1e-20),
+    )
+
+    layout = ExpertLayout.released(width, 64)
+    blob = torch.randint(118, 122, (layout.nbytes,), dtype=torch.uint8, generator=generator)
+    index = torch.arange(t, dtype=torch.int32)
+
+    def experts() -> tuple[Tensor]:
+        out, splits = torch.empty(t, width), torch.tensor([0, t], dtype=torch.int32)
+        cpu.expert_forward(x, [blob.data_ptr()], layout, splits, index, index, out, beta=4, linear_beta=25)
+        return (out,)
+
+    yield "expert_forward", experts, lambda: (reference.expert(x.double(), blob, layout, 4, 25),)
+    slots, shares = rand(t, 4, width), rand(t, 4)
+    yield (
+        "combine_norm",
+        lambda: (cpu.combine_norm(slots, shares, norm_w, 1e-5),),
+        lambda: (reference.combine_norm(slots.double(), shares, norm_w, 1e-5),),
+    )
+    packed = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+    scale = torch.arange(110, 126, dtype=torch.uint8).reshape(16, 1)
+    yield (
+        "mxfp4_dequantize",
+        lambda: (cpu.mxfp4_dequantize(packed, scale),),
+        lambda: (reference.mxfp4_dequantize(packed, scale),),
+    )
