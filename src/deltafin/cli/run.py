@@ -16,7 +16,8 @@ from deltafin.generation.engine import Engine
 from deltafin.generation.events import Finished
 from deltafin.generation.session import Session
 from deltafin.settings import Settings
-from deltafin.text.chat import ChatOptions, Message, encode_chat, parse_messages
+from deltafin.text.chat import ChatOptions, encode_chat
+from deltafin.text.messages import Message, parse_messages
 from deltafin.text.reply import parse_reply
 from deltafin.text.tokenizer import K3Tokenizer
 

@@ -48,9 +48,7 @@ class DSpark:
         self.length = 0
         width = c.kv_lora_rank + c.qk_rope_head_dim
         # Memory is touched only as the context fills.
-        self._context = [
-            torch.empty(capacity + BLOCK, width) for _ in range(c.num_hidden_layers)
-        ]
+        self._context = [torch.empty(capacity + BLOCK, width) for _ in range(c.num_hidden_layers)]
         self._frequencies, self._scale = _yarn(c)
 
     def reset(self) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from deltafin.drafting.controller import DraftController
+from deltafin.drafting.economics import PassCost
 from deltafin.errors import InputError, Interrupted
 from deltafin.generation.events import (
     DriveBytes,
@@ -30,26 +32,18 @@ if TYPE_CHECKING:
     from deltafin.generation.engine import Engine
 
 
-class Drafter(Protocol):
-    """Guesses ahead; free to be wrong."""
-
-    def propose(self, session: Session, limit: int) -> Sequence[int]:
-        """At most ``limit`` ids that may follow the pending token ``session.tokens[-1]``."""
-
-    def committed(self, session: Session, taps: Sequence[torch.Tensor], count: int) -> None:
-        """Told after each commit: accumulators of the committed rows at the target's tapped layers."""
-
-
 class Session:
     """Tokens and state of one sequence.
 
     Attributes:
         tokens: every token of the sequence; the state covers the first ``state.position`` of them.
         state: K3's state.
+        drafter: proposes tokens for this conversation, or None.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, drafter: DraftController | None = None) -> None:
         self._engine = engine
+        self.drafter = drafter
         self.tokens: list[int] = []
         self.state = SequenceState.empty(engine.config, engine.plan.context)
 
@@ -59,8 +53,6 @@ class Session:
         *,
         max_new: int,
         stop: Collection[int],
-        drafter: Drafter | None = None,
-        width: int = 7,
     ) -> Iterator[Event]:
         """Extends the sequence greedily from ``prompt``.
 
@@ -72,8 +64,6 @@ class Session:
             prompt: vocabulary ids, at least one.
             max_new: most tokens to decide, at least 1.
             stop: ids after which the generation ends.
-            drafter: proposes tokens, or None.
-            width: most proposals per step.
 
         Yields:
             ``PrefillProgress``, then ``TokenDecided``, then exactly one ``Finished``.
@@ -89,7 +79,7 @@ class Session:
         reason: FinishReason = "length"
         new = 0
         try:
-            logits = yield from self._prefill(meter, drafter)
+            logits = yield from self._prefill(meter)
             prefill = meter.phase(len(self.tokens) - self._reused)
             decided = [(*_choose(logits[-1]), False)]
             while True:
@@ -104,11 +94,14 @@ class Session:
                     break
                 if new >= max_new or self.state.position + 1 > self.state.context:
                     break
-                proposals = self._proposals(drafter, min(width, max_new - new - 1))
+                proposals = self._proposals(max_new - new - 1)
+                meter.start_pass()
                 logits = engine.target.forward([self.tokens[-1], *proposals], self.state, partial=bool(proposals))
+                cost = meter.pass_cost(1 + len(proposals))
                 decided = _verify(logits, proposals, stop)[: max_new - new]
-                self._commit(len(decided), drafter)
-                meter.passes += 1
+                self._commit([self.tokens[-1], *(token for token, _, _ in decided[:-1])])
+                if self.drafter is not None:
+                    self.drafter.observe(cost, sum(drafted for _, _, drafted in decided), len(decided))
         except Interrupted:
             reason = "interrupted"
             engine.stop.clear()
@@ -133,10 +126,12 @@ class Session:
         position = self.state.position
         if not (position < len(prompt) and list(prompt[:position]) == self.tokens[:position]):
             self.state = SequenceState.empty(self._engine.config, self.state.context)
+            if self.drafter is not None:
+                self.drafter.reset()
         self.tokens = list(prompt)
         self._reused = self.state.position
 
-    def _prefill(self, meter: _Meter, drafter: Drafter | None) -> Generator[Event, None, torch.Tensor]:
+    def _prefill(self, meter: _Meter) -> Generator[Event, None, torch.Tensor]:
         engine, layers = self._engine, self._engine.config.layers
         total = len(self.tokens) - self._reused
         yield PrefillProgress(0.0, total, self._reused, 0, 0.0)
@@ -152,27 +147,22 @@ class Session:
                     break
                 finished = position - self._reused + len(chunk) * layer / layers
                 yield PrefillProgress(finished, total, self._reused, meter.read_bytes, meter.elapsed)
-            self._commit(len(chunk), drafter)
             meter.passes += 1
+            self._commit(chunk)
             if self.state.position == len(self.tokens):
                 return logits
 
-    def _proposals(self, drafter: Drafter | None, limit: int) -> list[int]:
-        limit = min(limit, self.state.context - self.state.position - 1)
-        if drafter is None or limit <= 0:
+    def _proposals(self, limit: int) -> list[int]:
+        room = self.state.context - self.state.position - 1
+        if self.drafter is None or min(limit, room) <= 0:
             return []
-        valid = []
-        for token in list(drafter.propose(self, limit))[:limit]:
-            if not 0 <= token < self._engine.config.vocab_size:
-                break
-            valid.append(token)
-        return valid
+        return self.drafter.propose(self.tokens, min(limit, room))
 
-    def _commit(self, count: int, drafter: Drafter | None) -> None:
-        self.state.commit(count)
-        self._engine.experts.next_token(count)
-        if drafter is not None:
-            drafter.committed(self, self.state.taps, count)
+    def _commit(self, tokens: Sequence[int]) -> None:
+        self.state.commit(len(tokens))
+        self._engine.experts.next_token(len(tokens))
+        if self.drafter is not None:
+            self.drafter.commit(tokens, self.state.taps)
 
 
 def _choose(row: torch.Tensor) -> tuple[int, float]:
@@ -204,6 +194,19 @@ def _verify(logits: torch.Tensor, proposals: Sequence[int], stop: Collection[int
     return decided
 
 
+def _union(routes: Sequence[torch.Tensor], rows: int) -> tuple[float, ...]:
+    """Distinct experts of the first 1, 2, … rows relative to one row's, mean over layers."""
+    if rows == 1 or not routes:
+        return (1.0,)
+    totals = [0] * rows
+    for ids in routes:
+        seen: set[int] = set()
+        for row, chosen in enumerate(ids.tolist()):
+            seen.update(chosen)
+            totals[row] += len(seen)
+    return tuple(total / totals[0] for total in totals)
+
+
 class _Meter:
     """Differences of the engine's counters since the current phase began."""
 
@@ -211,7 +214,23 @@ class _Meter:
         self._engine = engine
         self._begin = time.perf_counter()
         self.passes = 0
+        self._pass = self._clocks()
         self._mark()
+
+    def start_pass(self) -> None:
+        """Marks the beginning of one decoding pass."""
+        self._pass = self._clocks()
+
+    def pass_cost(self, rows: int) -> PassCost:
+        """What the pass since ``start_pass`` cost."""
+        self.passes += 1
+        seconds, expert, spine = (now - then for now, then in zip(self._clocks(), self._pass, strict=True))
+        union = _union(self._engine.target.routes, rows)
+        return PassCost(rows, max(0.0, seconds - expert - spine), expert, spine, union)
+
+    def _clocks(self) -> tuple[float, float, float]:
+        engine = self._engine
+        return time.perf_counter(), engine.experts.stats.wait_seconds, engine.spine.stats.wait_seconds
 
     def _mark(self) -> None:
         engine, times = self._engine, self._engine.target.times

@@ -1,0 +1,128 @@
+"""One session's drafting: asks a source for guesses, lets the economics choose the width, and survives any failure.
+
+Whatever goes wrong in a draft ends drafting for the session and nothing else; the reason is kept for the stats.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from deltafin.drafting.dspark import Proposal
+from deltafin.drafting.economics import DraftReport, Economics, PassCost
+
+
+class DraftSource(Protocol):
+    """Where guesses come from.
+
+    Attributes:
+        name: for stats, e.g. ``dspark``.
+    """
+
+    name: str
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal:
+        """Guesses up to ``count`` tokens after ``tokens``, whose last one the target has not processed yet."""
+
+    def commit(self, tokens: Sequence[int], taps: Sequence[torch.Tensor]) -> None:
+        """Told of newly committed ``tokens`` with the target's accumulators at the tapped layers, fp32 [n, hidden] each."""
+
+    def reset(self) -> None:
+        """The sequence starts over."""
+
+
+class DraftController:
+    """Stands between the generation loop and a source.
+
+    Args:
+        source: proposes.
+        economics: decides.
+        vocab_size: ids outside are cut off with everything behind them.
+    """
+
+    def __init__(self, source: DraftSource, economics: Economics, *, vocab_size: int) -> None:
+        self._source = source
+        self._economics = economics
+        self._vocab_size = vocab_size
+        self._last = Proposal((), ())
+        self._draft_seconds = 0.0
+        self.failure: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The source's name."""
+        return self._source.name
+
+    @property
+    def report(self) -> DraftReport:
+        """Figures so far."""
+        return self._economics.report
+
+    @property
+    def economics(self) -> Economics:
+        """The policy, for its estimates."""
+        return self._economics
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Proposals worth verifying after ``tokens``; empty when there are none or they would not pay."""
+        limit = min(limit, self._economics.max_width)
+        if self.failure is not None or limit <= 0 or not self._economics.wants_draft():
+            return []
+        started = time.perf_counter()
+        try:
+            proposal = self._valid(self._source.propose(tokens, limit), limit)
+            confidence = proposal.confidence or self._economics.probabilities_by_position(len(proposal.tokens))
+            width = self._economics.width(confidence)
+        except Exception as e:
+            self._fail(e)
+            return []
+        self._draft_seconds = time.perf_counter() - started
+        self._economics.observe_draft(self._draft_seconds)
+        self._last = Proposal(proposal.tokens[:width], proposal.confidence[:width])
+        if not width:
+            # Drafting that leads to no proposal still costs; the economics must see it, or it would go on for ever.
+            self._economics.observe_step(0, 0, (), 0, self._draft_seconds)
+        return list(self._last.tokens)
+
+    def observe(self, cost: PassCost, accepted: int, committed: int) -> None:
+        """Told after each decoding pass: its cost, the accepted proposals and the decided tokens."""
+        offered = len(self._last.tokens)
+        self._economics.observe_pass(cost)
+        if offered:
+            seconds = cost.seconds + self._draft_seconds
+            self._economics.observe_step(offered, accepted, self._last.confidence, committed, seconds)
+        self._last = Proposal((), ())
+
+    def commit(self, tokens: Sequence[int], taps: Sequence[torch.Tensor]) -> None:
+        """Told of committed tokens, prefill included."""
+        if self.failure is not None or not tokens:
+            return
+        try:
+            self._source.commit(tokens, taps)
+        except Exception as e:
+            self._fail(e)
+
+    def reset(self) -> None:
+        """The sequence starts over; a failed source gets another chance."""
+        self.failure = None
+        self._last = Proposal((), ())
+        try:
+            self._source.reset()
+        except Exception as e:
+            self._fail(e)
+
+    def _valid(self, proposal: Proposal, limit: int) -> Proposal:
+        tokens = []
+        for token in list(proposal.tokens)[:limit]:
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                break
+            tokens.append(token)
+        confidence = tuple(proposal.confidence)[: len(tokens)]
+        return Proposal(tuple(tokens), confidence if len(confidence) == len(tokens) else ())
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = f"{self._source.name} failed: {error}"
+        self._last = Proposal((), ())

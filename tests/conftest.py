@@ -1,0 +1,62 @@
+"""Fixtures shared by all rooms: the miniature checkpoint, installs of it, and the recorded oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltafin.store.create import create_store
+from deltafin.store.types import DriveSpec
+
+ROOT = Path(__file__).parents[1]
+MINI = ROOT / "src/deltafin/mini_k3"
+ORACLE = ROOT / "tests/data/oracle"
+
+
+@pytest.fixture(autouse=True)
+def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test reads or writes the user's own Deltafin folder or settings."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("K3_") and name not in ("K3_TOKENIZER_DIR", "K3_ISA"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("K3_HOME", str(tmp_path / "k3-home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "k3-config"))
+
+
+@pytest.fixture(scope="session")
+def mini_target() -> Path:
+    """The miniature target's released files."""
+    return MINI / "target"
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[dict[str, Any]]:
+    """Recorded prompts with reference continuations."""
+    recorded: list[dict[str, Any]] = json.loads((ORACLE / "prompts.json").read_text())["prompts"]
+    return recorded
+
+
+@pytest.fixture(scope="session")
+def mini_store(mini_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The miniature striped over two drives."""
+    return striped(mini_target, tmp_path_factory.mktemp("mini"), (1.0, 1.0))
+
+
+def striped(checkpoint: Path, base: Path, weights: tuple[float, ...]) -> Path:
+    """An install over one folder per weight."""
+    drives = []
+    for i, weight in enumerate(weights):
+        folder = base / f"drive-{i}"
+        folder.mkdir(parents=True)
+        drives.append(DriveSpec(folder, weight))
+    return create_store(checkpoint, drives, layout="striped")
+
+
+def in_place(checkpoint: Path, base: Path) -> Path:
+    """An install that uses the released files where they are."""
+    return create_store(checkpoint, [], layout="in-place", home=base)
