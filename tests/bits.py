@@ -23,8 +23,8 @@ class Trace:
 def greedy(engine: Engine, prompt: Sequence[int], new: int, *, chunk: int | None = None, width: int = 1) -> Trace:
     """Processes ``prompt`` in chunks, then decides ``new`` tokens, verifying ``width`` positions at a time.
 
-    With ``width`` > 1 the run first decides all tokens one by one and then recomputes them in blocks, so that what is hashed
-    is what blocks of that size compute.
+    With ``width`` > 1 the run first decides all tokens one by one and then recomputes them in blocks, so that what
+    is hashed is what blocks of that size compute.
     """
     chunk = chunk or engine.prefill_rows
     state = SequenceState.empty(engine.config, engine.plan.context)

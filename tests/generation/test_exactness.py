@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from bits import Trace, greedy
 from conftest import in_place, striped
-
 from deltafin.errors import MemoryBudgetError
 from deltafin.generation.engine import Engine, EngineOptions
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ORACLE
 
+from conftest import ORACLE
 from deltafin.generation.engine import Engine, EngineOptions
 from deltafin.generation.events import Finished, TokenDecided
 from deltafin.text.chat import ChatOptions, encode_chat

@@ -28,7 +28,8 @@ class DraftSource(Protocol):
         """Guesses up to ``count`` tokens after ``tokens``, whose last one the target has not processed yet."""
 
     def commit(self, tokens: Sequence[int], taps: Sequence[torch.Tensor]) -> None:
-        """Told of newly committed ``tokens`` with the target's accumulators at the tapped layers, fp32 [n, hidden] each."""
+        """Told of newly committed ``tokens`` with the target's accumulators at the tapped layers, fp32 [n, hidden]
+        each."""
 
     def reset(self) -> None:
         """The sequence starts over."""

@@ -1,8 +1,8 @@
 """The DSpark block draft: K3's hidden states as context, seven rows at once, a Markov head, a confidence head.
 
 The draft follows the published description of ``Inferact/Kimi-K3-DSpark``: context rows are projected from the target's
-accumulators once per committed token; a block of the pending token and six masks attends to them and, without causality,
-to itself; row r predicts the token r + 1 places after the last committed one.
+accumulators once per committed token; a block of the pending token and six masks attends to them and, without
+causality, to itself; row r predicts the token r + 1 places after the last committed one.
 """
 
 from __future__ import annotations

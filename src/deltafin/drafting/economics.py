@@ -1,9 +1,11 @@
 """Whether to draft, and how wide: pure policy over measured quantities.
 
-A step of width w (w proposals verified beside the pending token) yields 1 + Σᵢ Πⱼ≤ᵢ pⱼ tokens in expectation and costs the draft
-plus a pass of w + 1 rows. Its gain is tokens per second relative to passes of one row. All quantities are measured while
-running: acceptance by position and by the draft's own confidence, the growth of the expert union with width, computing and
-waiting time of passes. When the gain stays below one, the drafter stands down and is probed again later, ever more rarely.
+A step of width w (w proposals verified beside the pending token) yields 1 + Σᵢ Πⱼ≤ᵢ pⱼ tokens in expectation and
+costs the draft plus a pass of w + 1 rows. Its gain is tokens per second relative to passes of one row. All
+quantities are measured while
+running: acceptance by position and by the draft's own confidence, the growth of the expert union with width,
+computing and waiting time of passes. When the gain stays below one, the drafter stands down and is probed again
+later, ever more rarely.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ class Economics:
         self.max_width = max_width
         self.report = DraftReport(offered_at=[0] * max_width, accepted_at=[0] * max_width)
         self._always = always
-        # Priors: rows share weight reads, so the n-th row costs a fraction of the first; unions grow by about 0.7 a row.
+        # Priors: rows share weight reads, so the n-th row costs a fraction of the first; unions grow by about 0.7 a
+        # row.
         self._compute = [_Mean(1.0 + 0.25 * n) for n in range(max_width + 1)]
         self._union = [_Mean(1.0 + 0.7 * n) for n in range(max_width + 1)]
         self._single_compute = _Mean(0.0)
@@ -130,8 +133,8 @@ class Economics:
         """How many of the proposals to verify.
 
         Args:
-            confidence: the draft's estimate for each proposal, or an empty sequence from a draft without one; its length
-                otherwise is the number of proposals.
+            confidence: the draft's estimate for each proposal, or an empty sequence from a draft without one; its
+                length otherwise is the number of proposals.
         """
         return self.choose(self._probabilities(confidence))
 
