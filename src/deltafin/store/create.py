@@ -67,11 +67,12 @@ def create_store(
     places = _in_place_drives(checkpoint, drives) if layout == "in-place" else [spec.path.resolve() for spec in drives]
     if home is None:
         home = (checkpoint_dir if layout == "in-place" else places[0]) / slice_folder(short_id)
-    with _locked_home(home):
+    with lock_home(home):
         if not (home / MANIFEST_NAME).exists():
             _begin(home, checkpoint, places, drives, layout, short_id, progress)
         manifest = Manifest.load(home)
-        _check_same(manifest, checkpoint, places, drives, layout, home)
+        check_identity(manifest, checkpoint, layout, home)
+        _check_same_drives(manifest, places, drives, layout, home)
         for drive in manifest.drives:
             if layout == "striped":
                 _claim_drive(manifest, drive, slice_folder(short_id))
@@ -175,19 +176,22 @@ def _measure(
     return rates
 
 
-def _check_same(
-    manifest: Manifest,
-    checkpoint: Checkpoint,
-    places: Sequence[Path],
-    specs: Sequence[DriveSpec],
-    layout: str,
-    home: Path,
-) -> None:
+def check_identity(manifest: Manifest, checkpoint: Checkpoint, layout: str, home: Path) -> None:
+    """Checks that the install at ``home`` is of this checkpoint and layout.
+
+    Raises:
+        StoreError: it is not.
+    """
     if manifest.identity != checkpoint.identity or manifest.layout != layout:
         raise StoreError(
             f"{home} holds an install of another model or layout ({manifest.layout})",
             remedy="choose another --home, or delete that install",
         )
+
+
+def _check_same_drives(
+    manifest: Manifest, places: Sequence[Path], specs: Sequence[DriveSpec], layout: str, home: Path
+) -> None:
     if [drive.path for drive in manifest.drives] != list(places):
         there = ", ".join(str(drive.path) for drive in manifest.drives)
         raise StoreError(
@@ -228,8 +232,12 @@ def _claim_drive(manifest: Manifest, drive: DriveInfo, folder_name: str) -> None
 
 
 @contextmanager
-def _locked_home(home: Path) -> Iterator[None]:
-    """Creates the home and keeps a second ``create`` out of it; the lock dies with the process."""
+def lock_home(home: Path) -> Iterator[None]:
+    """Creates the home if needed and keeps other writers out of it; the lock dies with the process.
+
+    Raises:
+        StoreError: the home cannot be written, or another process works on it.
+    """
     try:
         home.mkdir(parents=True, exist_ok=True)
         fd = os.open(home / "create.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

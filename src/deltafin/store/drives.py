@@ -87,7 +87,7 @@ def check_files(manifest: Manifest) -> None:
     Raises:
         ReadError: a file is missing or truncated.
     """
-    for index, needed in enumerate(needed_sizes(manifest)):
+    for index, needed in enumerate(manifest.needed_sizes()):
         if needed:
             path = manifest.file_path(index)
             size = _size(path)
@@ -95,16 +95,6 @@ def check_files(manifest: Manifest) -> None:
                 raise ReadError(f"{path} is missing", remedy=REPAIR)
             if size < needed:
                 raise ReadError(f"{path} is truncated: it has {size} of {needed} bytes", remedy=REPAIR)
-
-
-def needed_sizes(manifest: Manifest) -> list[int]:
-    """For each file the end of its last present slice in bytes."""
-    needed = [0] * len(manifest.files)
-    for file in range(len(needed)):
-        chosen = (manifest.file == file) & manifest.present
-        if chosen.any():
-            needed[file] = int((manifest.offset + manifest.length)[chosen].max())
-    return needed
 
 
 def _size(path: Path) -> int | None:

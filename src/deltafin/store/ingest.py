@@ -91,14 +91,14 @@ def ingest(manifest: Manifest, checkpoint: Checkpoint, progress: Progress | None
         Interrupted: Ctrl-C; finished work is kept.
     """
     todo = np.flatnonzero(~manifest.present)
-    meter = _Meter(manifest, progress)
+    striped = manifest.layout == "striped"
+    meter = Meter(manifest, progress, "copy" if striped else "checksum")
     if not len(todo):
         meter.report([0] * len(manifest.drives), force=True)
         return
     _check_space(manifest)
     shared = _Shared(moved=[0] * len(manifest.drives))
     blobs = _missing_blobs(manifest)
-    striped = manifest.layout == "striped"
     writers = [_Writer(manifest, drive, shared) for drive in manifest.drives] if striped else []
     movers = [_Mover(manifest, checkpoint, blobs, shared, writers) for _ in range(max(4, 2 * len(manifest.drives)))]
     log = PresenceLog(manifest.path)
@@ -146,8 +146,8 @@ def _missing_blobs(manifest: Manifest) -> Iterator[list[_Slice]]:
     """Slices to bring, grouped by blob, in the order in which the slice files grow."""
     m = manifest
     blobs = m.blobs
-    todo = np.flatnonzero(~m.present)
-    todo = todo[np.lexsort((m.offset[todo], m.file[todo] // max(1, len(m.drives) if m.layout == "striped" else 1)))]
+    todo = m.reading_order()
+    todo = todo[~m.present[todo]]
     order = list(dict.fromkeys(blobs[todo].tolist()))
     for blob in order:
         first, end = int(m.first[blob]), int(m.first[blob + 1])
@@ -463,19 +463,32 @@ def _check_space(manifest: Manifest) -> None:
             )
 
 
-class _Meter:
-    """Turns byte counts into progress reports."""
+class Meter:
+    """Turns byte counts into progress reports.
 
-    def __init__(self, manifest: Manifest, progress: Progress | None) -> None:
+    Args:
+        manifest: of the install.
+        progress: receives the reports.
+        phase: ``copy`` and ``checksum`` count towards all slices, ``verify`` towards those present.
+    """
+
+    def __init__(self, manifest: Manifest, progress: Progress | None, phase: str) -> None:
         self._progress = progress
-        self._phase = "copy" if manifest.layout == "striped" else "checksum"
-        self._total = int(manifest.length.sum())
-        self._resumed = int(manifest.length[manifest.present].sum())
+        self._phase = phase
+        present = int(manifest.length[manifest.present].sum())
+        self._total = present if phase == "verify" else int(manifest.length.sum())
+        self._resumed = 0 if phase == "verify" else present
         self._start = self._last = time.monotonic()
         self._moved = [0] * len(manifest.drives)
         self._rates = [0.0] * len(manifest.drives)
 
     def report(self, moved: Iterable[int], *, force: bool = False) -> None:
+        """Reports when it is time again, or when forced.
+
+        Args:
+            moved: bytes of each drive since the meter was made.
+            force: report now.
+        """
         now = time.monotonic()
         elapsed = now - self._last
         if self._progress is None or (elapsed < REPORT_SECONDS and not force):

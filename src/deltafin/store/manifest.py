@@ -118,6 +118,18 @@ class Manifest:
         """[slices] blob of each slice."""
         return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
 
+    def reading_order(self) -> Int64:
+        """Indices of all slices in the order in which their files grow: unit by unit, within it by offset."""
+        # Striped, the files of one unit stand together in the table, one per drive.
+        together = len(self.drives) if self.layout == "striped" else 1
+        return np.lexsort((self.offset, self.file // together))
+
+    def needed_sizes(self) -> list[int]:
+        """For each file the end in bytes of its last present slice; 0 when nothing is there."""
+        needed = np.zeros(len(self.files), dtype=np.int64)
+        np.maximum.at(needed, self.file[self.present], (self.offset + self.length)[self.present])
+        return list(map(int, needed))
+
     def blob_name(self, blob: int) -> str:
         """What a blob is, for messages."""
         if blob < self.expert_blobs:

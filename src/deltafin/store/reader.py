@@ -27,7 +27,7 @@ DEFAULT_DEPTH = 4
 """Requests in flight per drive: enough to keep a consumer NVMe drive at its sequential limit with megabyte
 reads."""
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 4 << 20
 """Longer extents are read as several requests, so that a lone expert still uses the drive's depth."""
 
 RETRIES = 2
