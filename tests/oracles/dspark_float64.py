@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .float64 import Float64K3, Trace, rms, sigmoid, softmax
-from .released import Array, Released, round_bf16
+from .released import Array, Released, one_blas_thread, round_bf16
 
 BLOCK = 7
 
@@ -61,6 +61,7 @@ class Float64DSpark:
         """Rows ``[T, taps * hidden]`` of a traced target pass, not yet rounded to bf16."""
         return np.concatenate([trace.layers[n] for n in self.taps], axis=1)
 
+    @one_blas_thread
     def context(self, taps: Array, start: int = 0, *, bf16_taps: bool = True) -> Context:
         """Draft cache rows of committed tokens ``start, start + 1, ...``; see ``extend``.
 
@@ -78,6 +79,7 @@ class Float64DSpark:
         rows = round_bf16(taps).astype(np.float64) if bf16_taps else taps
         return rms(self.w.linear(rows, "context_proj.weight"), self.w.get("context_norm.weight"), self.eps)
 
+    @one_blas_thread
     def propose(self, context: Context, length: int, anchor: int) -> Proposal:
         """Seven tokens after ``anchor``, which sits at position ``length``; context rows beyond it are ignored."""
         c, w, eps = self.config, self.w, self.eps

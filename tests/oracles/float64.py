@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .released import Array, Released
+from .released import Array, Released, one_blas_thread
 
 PREFIX = "language_model."
 
@@ -103,6 +103,7 @@ class Float64K3:
         self.eps: float = c["rms_norm_eps"]
         self.latent_norm_eps = latent_norm_eps
 
+    @one_blas_thread
     def forward(
         self,
         ids: Sequence[int],

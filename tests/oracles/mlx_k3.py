@@ -112,19 +112,25 @@ class MlxK3:
         self, ids: Sequence[int], max_new: int, stop: Collection[int] = ()
     ) -> tuple[list[int], list[float]]:
         """Greedy continuation (a stop token is included) and the top-two logit margin at each step."""
-        with _on_cpu():
-            cache, x = self.model.make_cache(), mx.array([list(ids)])
-            out: list[int] = []
-            margins: list[float] = []
-            while True:
-                logits = self.model(x, cache)[0, -1].astype(mx.float32)
+        out: list[int] = []
+        margins: list[float] = []
+        for token, margin in self.steps(ids):
+            out.append(token)
+            margins.append(margin)
+            if token in stop or len(out) >= max_new:
+                break
+        return out, margins
+
+    def steps(self, ids: Sequence[int]) -> Iterator[tuple[int, float]]:
+        """Endless greedy decoding with cache: each next token and its top-two logit margin, when it is known."""
+        cache, x = self.model.make_cache(), [list(ids)]
+        while True:
+            with _on_cpu():
+                logits = self.model(mx.array(x), cache)[0, -1].astype(mx.float32)
                 best, top = mx.argmax(logits), mx.topk(logits, 2)
                 mx.eval(best, top)
-                out.append(int(np.array(best)))
-                margins.append(float(np.ptp(np.array(top))))
-                if out[-1] in stop or len(out) >= max_new:
-                    return out, margins
-                x = mx.array([out[-1:]])
+            x = [[int(np.array(best))]]
+            yield x[0][0], float(np.ptp(np.array(top)))
 
 
 @contextmanager

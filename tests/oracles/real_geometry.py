@@ -33,7 +33,6 @@ TRUE_WIDTHS = {
     "num_shared_experts": 2,
     "moe_intermediate_size": 3072,
     "routed_expert_hidden_size": 3584,
-    "attn_res_block_size": 12,
 }
 TRUE_LINEAR = {"num_heads": 96, "head_dim": 128, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0}
 
@@ -64,9 +63,14 @@ def mlx_reference(folder: Path, ids: Sequence[int]) -> Reference:
     return Reference(*MlxK3(folder, lean=True).trace(ids))
 
 
-def float64_reference(folder: Path, ids: Sequence[int], routes: Sequence[Any] | None = None) -> Reference:
-    """Float64, nothing kept decoded: about 1 GB. ``routes`` as in ``Float64K3.forward``."""
-    trace = Trace()
+def float64_reference(
+    folder: Path,
+    ids: Sequence[int],
+    routes: Sequence[npt.NDArray[np.integer]] | None = None,
+    trace: Trace | None = None,
+) -> Reference:
+    """Float64, nothing kept decoded: about 1 GB. ``routes`` and ``trace`` as in ``Float64K3.forward``."""
+    trace = Trace() if trace is None else trace
     logits, _ = Float64K3(folder, keep_bytes=0).forward(ids, trace=trace, routes=routes)
     return Reference(logits, trace.layers, trace.experts)
 
