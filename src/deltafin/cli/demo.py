@@ -14,10 +14,10 @@ from deltafin.text.tokenizer import K3Tokenizer
 
 _QUESTIONS = (
     ("none", "What is the capital of France?"),
-    ("low", "What is the capital of Japan?"),
-    ("none", "Define compass."),
+    ("low", "Which country has the capital Ottawa?"),
+    ("none", "How many feet are in a yard?"),
 )
-_RAW = ("The capital of Norway is",)
+_RAW = ("Speculative decoding uses",)
 
 
 def demo(
@@ -25,11 +25,11 @@ def demo(
     threads: options.Threads = None,
 ) -> None:
     """Show the engine at work on the built-in miniature K3: every routed expert is read from disk and checked."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     settings, _ = options.settings_from(ram=ram, threads=threads)
     with options.ingest_progress(console) as progress:
         install = installs.embedded(settings, progress)
-    say = Console(highlight=False)
+    say = Console(highlight=False, soft_wrap=True)
     say.print("Deltafin demo: mini K3, a miniature with the complete Kimi K3 architecture in the released file format.")
     say.print(
         f"Its experts are striped over {installs.MINI_DRIVES} folders under {install.home.parent} "

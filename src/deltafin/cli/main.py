@@ -8,12 +8,14 @@ import tempfile
 import traceback
 from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
 
 import deltafin
 from deltafin.errors import DeltafinError, ExitCode
+
+# Typer carries its own copy of click or uses the installed one, depending on its version; both share this base class.
+_CommandLineError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 app = typer.Typer(
     name="deltafin",
@@ -56,17 +58,13 @@ def main() -> None:
 
 
 def _run() -> int:
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     _add_commands()
     try:
         code = app(standalone_mode=False)
         return code if isinstance(code, int) else ExitCode.OK
-    except click.ClickException as e:
-        e.show()
-        return ExitCode.USAGE
-    except (click.Abort, KeyboardInterrupt):
-        console.print("stopped", style="yellow")
-        return ExitCode.INTERRUPTED
+    except (typer.Abort, KeyboardInterrupt):
+        return _stopped(console)
     except DeltafinError as e:
         console.print(f"deltafin: {e.message}", style="red", markup=False, soft_wrap=True)
         if e.remedy:
@@ -76,16 +74,23 @@ def _run() -> int:
         # The reader of our output went away (`deltafin run … | head`); nothing is wrong and nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
-    except Exception:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="deltafin-crash-", suffix=".txt", delete=False, encoding="utf-8"
-        ) as report:
-            report.write(traceback.format_exc())
-        console.print(
-            f"deltafin: internal error; details are in {report.name}",
-            style="red",
-            markup=False,
-            soft_wrap=True,
-        )
-        console.print("  what to do: please report it with that file", markup=False)
-        return ExitCode.INTERNAL
+    except Exception as e:
+        if isinstance(e, _CommandLineError):
+            e.show()  # type: ignore[attr-defined]
+            return ExitCode.USAGE
+        return _crashed(console)
+
+
+def _stopped(console: Console) -> int:
+    console.print("stopped", style="yellow")
+    return ExitCode.INTERRUPTED
+
+
+def _crashed(console: Console) -> int:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="deltafin-crash-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as report:
+        report.write(traceback.format_exc())
+    console.print(f"deltafin: internal error; details are in {report.name}", style="red", markup=False, soft_wrap=True)
+    console.print("  what to do: please report it with that file", markup=False)
+    return ExitCode.INTERNAL

@@ -58,7 +58,7 @@ def run(
         raise UsageError("--reasoning-effort has no effect without --chat", remedy="add --chat or drop it")
     interactive = chat and prompt is None and prompt_file is None and sys.stdin.isatty()
     text = "" if interactive else read_prompt(prompt, prompt_file)
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     with options.ingest_progress(console) as progress:
         install = installs.resolve(settings, progress)
     with options.open_engine(settings, install, console) as engine:

@@ -224,7 +224,7 @@ def gigabytes(n: float) -> str:
 def stats_table(stats: GenerationStats) -> Table:
     """The table of ``--stats``: one column per phase."""
     table = Table(title=None, box=None, pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     table.add_column("prefill", justify="right")
     table.add_column("decode", justify="right")
 
@@ -247,7 +247,7 @@ def stats_table(stats: GenerationStats) -> Table:
     row("experts from drives", lambda s: f"{s.expert_reads:,} ({gigabytes(s.expert_bytes)})")
     row("spine streamed", lambda s: gigabytes(s.spine_bytes))
     for i in range(len(stats.decode.drives)):
-        row(f"drive {stats.decode.drives[i].path}", lambda s, i=i: _drive(s, i))  # type: ignore[misc]
+        row(f"drive {i + 1}", lambda s, i=i: _drive(s, i))  # type: ignore[misc]
     return table
 
 
