@@ -162,5 +162,7 @@ def plan_for(store: Store, options: EngineOptions) -> MemoryPlan:
         runtime=runtime,
         frame_bytes=store.expert_buffer_bytes,
         context=min(options.context or DEFAULT_CONTEXT, store.config.max_positions),
+        # A context that was asked for is kept or refused; the default one may shrink to make room.
+        must_hold=options.context or 512,
         drives=len(store.drives),
     )

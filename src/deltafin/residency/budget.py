@@ -104,6 +104,7 @@ def plan_memory(
     runtime: int,
     frame_bytes: int,
     context: int,
+    must_hold: int = 512,
     drives: int = 1,
     draft_bytes: int = 0,
 ) -> MemoryPlan:
@@ -119,6 +120,7 @@ def plan_memory(
         runtime: bytes already in use by the process.
         frame_bytes: one expert buffer.
         context: positions wanted for prompt and reply together.
+        must_hold: positions without which the plan is refused (at most ``context`` counts).
         drives: drives read at once, for the number of reads kept in flight.
         draft_bytes: bytes already promised to a draft.
 
@@ -131,7 +133,7 @@ def plan_memory(
     logits = 4 * config.vocab_size
     k = config.experts_per_token
     total_experts = len(config.moe_layers) * config.experts
-    min_rows, min_frames, min_context = 8, max(2, min(k, 4)), min(context, 512)
+    min_rows, min_frames, min_context = 8, max(2, min(k, 4)), min(context, must_hold)
     state = recurrent_bytes(config) + latent_bytes(config, min_context)
     left = budget - runtime - state - min_rows * (per_row + per_block + logits) - min_frames * frame_bytes
 
