@@ -25,22 +25,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
-from deltafin.bench.synthetic import write_synthetic_checkpoint
+from deltafin.bench.synthetic import SMALL_SPINE, write_synthetic_checkpoint
 from deltafin.store import DriveSpec, ReadPlan, Store, aligned_memory, create_store
 from deltafin.store.direct import DirectFile
 
-# The spine shrinks to almost nothing; the experts keep K3's dimensions.
-SMALL_SPINE = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-}
 RAW_REQUESTS = (1 << 20, 4 << 20, 16 << 20)
 PAGE = 4096
 

@@ -33,6 +33,34 @@ _CHUNK = 4 << 20  # elements generated at a time
 _E2M1_MEAN_SQUARE = 8.5625  # of {0, 0.5, 1, 1.5, 2, 3, 4, 6}
 _SCALE_BIAS = 127
 
+SMALL_SPINE: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+"""Overrides that keep K3's experts (17,547,264 bytes each) and shrink the spine to almost nothing: for drive tests."""
+
+TINY: Mapping[str, Any] = {
+    **SMALL_SPINE,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 96,
+    "routed_expert_hidden_size": 64,
+    "linear_attn_config": {
+        "num_heads": 2,
+        "head_dim": 32,
+        "short_conv_kernel_size": 4,
+        "gate_lower_bound": -5.0,
+        "use_full_rank_gate": True,
+    },
+}
+"""Overrides for a model of a few hundred kilobytes: for tests of formats and faults."""
+
 
 def released_config(
     *,
@@ -49,7 +77,7 @@ def released_config(
         experts: routed experts per layer; at least 16, or override ``num_experts_per_token`` too.
         vocab_size: tokens; the special ones move to its end as in the release.
         mla_layers: 0-based layers with latent attention; None for the released pattern (3, 7, 11, … and the last).
-        text_overrides: replaces values of ``text_config``, for other dimensions.
+        text_overrides: replaces values of ``text_config``, for other dimensions; within ``linear_attn_config``, too.
     """
     if mla_layers is None:
         mla_layers = [layer for layer in range(layers) if layer % 4 == 3 or layer == layers - 1]
@@ -91,7 +119,7 @@ def released_config(
             "re:.*mm_projector.*",
         ],
     }
-    text = {
+    text: dict[str, Any] = {
         "model_type": "kimi_linear",
         "architectures": ["KimiLinearForCausalLM"],
         "num_hidden_layers": layers,
@@ -144,7 +172,10 @@ def released_config(
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         **special,
-    } | dict(text_overrides or {})
+    }
+    overrides = dict(text_overrides or {})
+    attention = text["linear_attn_config"] | overrides.pop("linear_attn_config", {})
+    text |= overrides | {"linear_attn_config": attention}
     return {
         "architectures": ["KimiK3ForConditionalGeneration"],
         "model_type": "kimi_k3",

@@ -225,12 +225,11 @@ class PresenceLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
         try:
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
             self._db.execute("PRAGMA journal_mode = DELETE")
             self._db.execute("PRAGMA synchronous = FULL")
         except sqlite3.Error as e:
-            self._db.close()
             raise self._error(e) from None
 
     def commit(self, rows: Iterable[tuple[int, int, int]]) -> None:
@@ -307,8 +306,9 @@ def _load(cls: type[Manifest], path: Path, config: K3Config, db: sqlite3.Connect
     if info.get("format") != str(FORMAT):
         raise ManifestError(f"{path} has format {info.get('format')}, this version reads {FORMAT}", remedy=_REBUILD)
     _require(info.get("layout") in ("striped", "in-place"), "unknown layout")
-    metadata: dict[str, int] = json.loads(info["metadata"])
-    _require(all(_is_plain(n) and type(v) is int for n, v in dict(metadata).items()), "metadata table")
+    metadata = json.loads(info["metadata"])
+    sound = isinstance(metadata, dict) and all(_is_plain(n) and type(v) is int for n, v in metadata.items())
+    _require(sound, "metadata table")
     drives = _drives(db)
     files = _files(db, len(drives))
     units, expert_blobs, blobs = _units(db, config)

@@ -40,11 +40,10 @@ class InstallPlan:
 
 
 class Slicer:
-    """Cuts blobs over drives so that every prefix of the sequence of blobs is divided in proportion to the
-    weights.
+    """Cuts blobs over drives so that every prefix of the sequence of blobs is divided in proportion to the weights.
 
-    A blob is a number of ``SLICE_ALIGN`` pieces. What a drive is owed beyond whole pieces carries over to
-    the next blob, so blobs of fewer pieces than drives rotate over the drives. Deterministic.
+    A blob is cut at multiples of ``SLICE_ALIGN``. What a drive is owed beyond whole pieces carries over to the next
+    blob, so blobs of fewer pieces than drives rotate over the drives. Deterministic.
 
     Args:
         weights: positive, one per drive.
@@ -53,24 +52,29 @@ class Slicer:
     def __init__(self, weights: Sequence[float]) -> None:
         total = float(sum(weights))
         self._shares = [w / total for w in weights]
-        self._owed = [0.0] * len(weights)
+        self._owed = [0.0] * len(weights)  # bytes
 
-    def cut(self, nbytes: int) -> list[int]:
-        """Bytes of the next blob for each drive, in drive order; multiples of ``SLICE_ALIGN`` but for the
-        last."""
+    def cut(self, nbytes: int) -> list[tuple[int, int]]:
+        """(drive, bytes) of each slice of the next blob, in blob order; all but the last are whole pieces."""
         pieces = -(-nbytes // SLICE_ALIGN)
-        owed = [o + pieces * share for o, share in zip(self._owed, self._shares, strict=True)]
-        given = [max(0, int(o)) for o in owed]
-        drives = range(len(given))
+        drives = range(len(self._shares))
+        owed = [o + nbytes * share for o, share in zip(self._owed, self._shares, strict=True)]
+        given = [max(0, int(o // SLICE_ALIGN)) for o in owed]
+
+        def short(d: int) -> int:
+            # Whole bytes, so that equal debts are a tie, which goes to a drive that this blob does not use yet.
+            return round(owed[d]) - given[d] * SLICE_ALIGN
+
         while sum(given) > pieces:  # others were overpaid before: take from those least short
-            given[min((d for d in drives if given[d]), key=lambda d: owed[d] - given[d])] -= 1
+            given[min((d for d in drives if given[d]), key=short)] -= 1
         while sum(given) < pieces:
-            given[max(drives, key=lambda d: owed[d] - given[d])] += 1
-        self._owed = [o - g for o, g in zip(owed, given, strict=True)]
-        lengths = [g * SLICE_ALIGN for g in given]
-        last = max(d for d in drives if given[d])
-        lengths[last] -= pieces * SLICE_ALIGN - nbytes
-        return lengths
+            given[max(drives, key=lambda d: (short(d), -given[d]))] += 1
+        used = [d for d in drives if given[d]]
+        last = min(used, key=short)  # the piece that is not full goes to the drive that is overpaid most
+        lengths = {d: given[d] * SLICE_ALIGN for d in used if d != last}
+        lengths[last] = nbytes - sum(lengths.values())
+        self._owed = [o - lengths.get(d, 0) for d, o in enumerate(owed)]
+        return list(lengths.items())
 
 
 def unit_offsets(config: K3Config) -> dict[str, tuple[dict[str, int], int]]:
@@ -105,8 +109,8 @@ def plan_striped(config: K3Config, weights: Sequence[float], folder: str) -> Ins
         first_file = len(plan.files)
         pages = range(0, nbytes, SPINE_PAGE)
         for page in pages:
-            lengths = slicer.cut(min(SPINE_PAGE, nbytes - page))
-            _place(spine_slices, spine_blob, lengths, page, first_file, ends)
+            parts = slicer.cut(min(SPINE_PAGE, nbytes - page))
+            _place(spine_slices, spine_blob, parts, page, first_file, ends)
             spine_blob += 1
         plan.units.append((spine_blob - len(pages), len(pages), -(-nbytes // PAGE) * PAGE))
         plan.tensors.extend(offsets.items())
@@ -124,18 +128,15 @@ def plan_striped(config: K3Config, weights: Sequence[float], folder: str) -> Ins
 def _place(
     rows: list[tuple[int, int, int, int, int, int]],
     blob: int,
-    lengths: Sequence[int],
+    parts: Sequence[tuple[int, int]],
     at: int,
     first_file: int,
     ends: list[int],
 ) -> None:
-    part = 0
-    for drive, length in enumerate(lengths):
-        if length:
-            rows.append((blob, part, first_file + drive, ends[drive], length, at))
-            ends[drive] += -(-length // SLICE_ALIGN) * SLICE_ALIGN
-            at += length
-            part += 1
+    for part, (drive, length) in enumerate(parts):
+        rows.append((blob, part, first_file + drive, ends[drive], length, at))
+        ends[drive] += -(-length // SLICE_ALIGN) * SLICE_ALIGN
+        at += length
 
 
 def plan_in_place(checkpoint: Checkpoint, files: Mapping[str, tuple[int, str]]) -> InstallPlan:
