@@ -125,7 +125,8 @@ def main() -> None:
         same = sum(got == p.expected for got, p in zip(rate.ids, chosen, strict=True))
         print(
             f"mlx-lm {dtype:8} prefill {rate.prefill:6.1f}, decode {rate.decode:6.1f}, "
-            f"overall {rate.overall:6.1f} tok/s; decode ceiling {ceiling:.0f} tok/s, {rate.decode / ceiling:.1%} of it; "
+            f"overall {rate.overall:6.1f} tok/s; "
+            f"decode ceiling {ceiling:.0f} tok/s, {rate.decode / ceiling:.1%} of it; "
             f"{same} of {len(chosen)} continuations as recorded"
         )
 

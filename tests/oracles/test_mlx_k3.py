@@ -43,6 +43,14 @@ def test_recorded_continuations(mini: Float64K3, mlx: MlxK3, number: int) -> Non
     np.testing.assert_allclose(margins, prompt.margins, rtol=0, atol=3e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("eps", [1e-6, 1e-5])
+def test_all_recorded_continuations(eps: float) -> None:
+    model = MlxK3(recorded.TARGET, latent_norm_eps=eps)
+    for prompt in recorded.prompts():
+        assert model.generate_greedy(prompt.ids, prompt.max_new, prompt.stop)[0] == prompt.expected, prompt.id
+
+
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=[pytest.mark.slow] if n == 106 else []) for n in recorded.DOZEN]
 )
