@@ -370,12 +370,12 @@ def test_recalled_turns_keep_their_ids(tok: K3Tokenizer) -> None:
     ends = tok.encode("<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>", allow_special=True)
     canonical = [*tok.encode("Paris"), *ends]
     spelled = [i for letter in "Paris" for i in tok.encode(letter)] + ends
-    assert encode_chat(tok, messages, NO_THINKING, recall=lambda m: canonical) == plain
-    other = encode_chat(tok, messages, NO_THINKING, recall=lambda m: spelled if m == turn else None)
+    assert encode_chat(tok, messages, NO_THINKING, recall=lambda m, before: canonical) == plain
+    other = encode_chat(tok, messages, NO_THINKING, recall=lambda m, before: spelled if m == turn else None)
     assert other != plain
     assert tok.decode(other) == tok.decode(plain)
     named = [turn.model_copy(update={"name": "n"})]  # generated turns have no name: nothing to recall
-    assert encode_chat(tok, named, recall=lambda m: [1]) == encode_chat(tok, named)
+    assert encode_chat(tok, named, recall=lambda m, before: [1]) == encode_chat(tok, named)
 
 
 def test_empty_segments_are_dropped() -> None:

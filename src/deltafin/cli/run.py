@@ -115,7 +115,7 @@ class Conversation:
             self._messages += parse_messages([{"role": "user", "content": text}])
             replies = iter(self._replies)
             # A reply is sent back as the very ids K3 decided, so that its state can be used again.
-            ids = encode_chat(tokenizer, self._messages, chat, recall=lambda _: next(replies))
+            ids = encode_chat(tokenizer, self._messages, chat, recall=lambda message, before: next(replies))
             stop = tokenizer.stop_ids
         printer = show.TextPrinter(tokenizer, chat=chat is not None, thinking=chat is not None and chat.thinking)
         with show.stop_on_signal(self._engine):

@@ -6,7 +6,7 @@ Whatever goes wrong in a draft ends drafting for the session and nothing else; t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -33,6 +33,12 @@ class DraftSource(Protocol):
 
     def reset(self) -> None:
         """The sequence starts over."""
+
+    def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """What the source remembers of the committed tokens, as named views; empty when it needs nothing."""
+
+    def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The sequence continues behind ``position`` tokens; ``tensors`` are those of ``tensors()`` then, or none."""
 
 
 class DraftController:
@@ -112,6 +118,25 @@ class DraftController:
         self._last = Proposal((), ())
         try:
             self._source.reset()
+        except Exception as e:
+            self._fail(e)
+
+    def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """What the source remembers, to be kept with K3's state; empty after a failure."""
+        if self.failure is not None:
+            return []
+        try:
+            return self._source.tensors()
+        except Exception as e:
+            self._fail(e)
+            return []
+
+    def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Continues behind ``position`` tokens; a source that cannot stands down for this sequence."""
+        self.failure = None
+        self._last = Proposal((), ())
+        try:
+            self._source.restore(position, tensors)
         except Exception as e:
             self._fail(e)
 

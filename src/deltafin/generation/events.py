@@ -28,6 +28,14 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities: the decided token's, and (id, logarithm) of the most probable ids."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDecided:
     """K3 decided a token.
 
@@ -37,6 +45,7 @@ class TokenDecided:
         margin: difference of the two largest logits.
         seconds: since the generation began.
         drafted: whether a draft had proposed it.
+        logprobs: when they were asked for.
     """
 
     token: int
@@ -44,6 +53,7 @@ class TokenDecided:
     margin: float
     seconds: float
     drafted: bool
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,15 @@ after it, keeps the longest prefix that K3 would have said itself, and takes K3'
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from deltafin.drafting.controller import DraftController
 from deltafin.drafting.economics import PassCost
 from deltafin.errors import InputError, Interrupted
+from deltafin.generation.choice import Chooser, Constraint
 from deltafin.generation.events import (
     DriveBytes,
     Event,
@@ -46,6 +46,8 @@ class Session:
         self.drafter = drafter
         self.tokens: list[int] = []
         self.state = SequenceState.empty(engine.config, engine.plan.context)
+        # Logits of the last committed position, kept at the end of a prompt: the same prompt again needs no pass.
+        self._logits: torch.Tensor | None = None
 
     def generate(
         self,
@@ -53,6 +55,8 @@ class Session:
         *,
         max_new: int,
         stop: Collection[int],
+        constraint: Constraint | None = None,
+        logprobs: int | None = None,
     ) -> Iterator[Event]:
         """Extends the sequence greedily from ``prompt``.
 
@@ -64,6 +68,8 @@ class Session:
             prompt: vocabulary ids, at least one.
             max_new: most tokens to decide, at least 1.
             stop: ids after which the generation ends.
+            constraint: which ids may come next; K3 chooses among them.
+            logprobs: report log probabilities of every token and of so many of the most probable ids.
 
         Yields:
             ``PrefillProgress``, then ``TokenDecided``, then exactly one ``Finished``.
@@ -74,6 +80,7 @@ class Session:
         """
         engine = self._engine
         meter = _Meter(engine)
+        chooser = Chooser(constraint, logprobs)
         self._adopt(prompt)
         prefill: PhaseStats | None = None
         reason: FinishReason = "length"
@@ -81,13 +88,13 @@ class Session:
         try:
             logits = yield from self._prefill(meter)
             prefill = meter.phase(len(self.tokens) - self._reused)
-            decided = [(*_choose(logits[-1]), False)]
+            decided = [chooser.choose(logits[-1])]
             while True:
                 # The session must know every committed token even if the consumer stops listening in the middle of a
                 # batch.
-                self.tokens += [token for token, _, _ in decided]
-                for token, margin, drafted in decided:
-                    yield TokenDecided(token, new, margin, meter.elapsed, drafted)
+                self.tokens += [d.token for d in decided]
+                for d in decided:
+                    yield TokenDecided(d.token, new, d.margin, meter.elapsed, d.drafted, d.logprobs)
                     new += 1
                 if self.tokens[-1] in stop:
                     reason = "stop"
@@ -98,10 +105,10 @@ class Session:
                 meter.start_pass()
                 logits = engine.target.forward([self.tokens[-1], *proposals], self.state, partial=bool(proposals))
                 cost = meter.pass_cost(1 + len(proposals))
-                decided = _verify(logits, proposals, stop)[: max_new - new]
-                self._commit([self.tokens[-1], *(token for token, _, _ in decided[:-1])])
+                decided = chooser.verify(logits, proposals, stop)[: max_new - new]
+                self._commit([self.tokens[-1], *(d.token for d in decided[:-1])])
                 if self.drafter is not None:
-                    self.drafter.observe(cost, sum(drafted for _, _, drafted in decided), len(decided))
+                    self.drafter.observe(cost, sum(d.drafted for d in decided), len(decided))
         except Interrupted:
             reason = "interrupted"
             engine.stop.clear()
@@ -123,18 +130,63 @@ class Session:
                 f"the prompt has {len(prompt)} tokens and this memory plan holds {self.state.context}",
                 remedy="shorten the prompt, raise --context, or allow more memory with --ram",
             )
-        position = self.state.position
-        if not (position < len(prompt) and list(prompt[:position]) == self.tokens[:position]):
-            self.state = SequenceState.empty(self._engine.config, self.state.context)
-            if self.drafter is not None:
-                self.drafter.reset()
+        if not self.reusable(prompt):
+            self._clear()
         self.tokens = list(prompt)
         self._reused = self.state.position
+
+    def reusable(self, prompt: Sequence[int]) -> int:
+        """How many of the first tokens of ``prompt`` need no pass because their state is here: all of it or none."""
+        position = self.state.position
+        enough = position < len(prompt) or (position == len(prompt) and self._logits is not None)
+        return position if enough and list(prompt[:position]) == self.tokens[:position] else 0
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The state at the committed position as (name, tensor) pairs, views; names that end in ``.rows`` hold one row
+        for each position, names that begin with ``draft.`` are the draft's."""
+        out = list(self.state.tensors())
+        if self._logits is not None:
+            out.append(("logits", self._logits))
+        if self.drafter is not None:
+            out += [(f"draft.{name}", tensor) for name, tensor in self.drafter.tensors()]
+        return out
+
+    def restore(self, tokens: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Puts the session behind ``tokens``; the inverse of ``tensors``. What does not fit leaves it empty.
+
+        Returns:
+            Whether the state was taken. The draft's part may be absent: it then knows nothing of these tokens.
+        """
+        self._clear()
+        logits = tensors.get("logits")
+        try:
+            if logits is not None and (
+                logits.shape != (self._engine.config.vocab_size,) or logits.dtype != torch.float32
+            ):
+                raise ValueError("logits of another model")
+            self.state.restore(len(tokens), tensors)
+        except (KeyError, ValueError):
+            self._clear()
+            return False
+        self.tokens, self._logits = list(tokens), logits
+        if self.drafter is not None:
+            prefix = "draft."
+            own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            self.drafter.restore(len(tokens), own)
+        return True
+
+    def _clear(self) -> None:
+        self.tokens, self._logits = [], None
+        self.state = SequenceState.empty(self._engine.config, self.state.context)
+        if self.drafter is not None:
+            self.drafter.reset()
 
     def _prefill(self, meter: _Meter) -> Generator[Event, None, torch.Tensor]:
         engine, layers = self._engine, self._engine.config.layers
         total = len(self.tokens) - self._reused
         yield PrefillProgress(0.0, total, self._reused, 0, 0.0)
+        if self._logits is not None and not total:
+            return self._logits[None]
         while True:
             position = self.state.position
             chunk = self.tokens[position : position + engine.prefill_rows]
@@ -150,6 +202,7 @@ class Session:
             meter.passes += 1
             self._commit(chunk)
             if self.state.position == len(self.tokens):
+                self._logits = logits[-1]
                 return logits
 
     def _proposals(self, limit: int) -> list[int]:
@@ -160,38 +213,10 @@ class Session:
 
     def _commit(self, tokens: Sequence[int]) -> None:
         self.state.commit(len(tokens))
+        self._logits = None
         self._engine.experts.next_token(len(tokens))
         if self.drafter is not None:
             self.drafter.commit(tokens, self.state.taps)
-
-
-def _choose(row: torch.Tensor) -> tuple[int, float]:
-    """K3's choice: the largest logit, the smallest id among equals; and its distance to the runner-up."""
-    values = row.numpy()
-    token = int(np.argmax(values))
-    best, second = values[token], np.float32(-np.inf)
-    if len(values) > 1:
-        second = max(values[:token].max(initial=-np.inf), values[token + 1 :].max(initial=-np.inf))
-    return token, float(best - second)
-
-
-def _verify(logits: torch.Tensor, proposals: Sequence[int], stop: Collection[int]) -> list[tuple[int, float, bool]]:
-    """K3's own choices for as long as the proposals agree with them, ending after the first stop token.
-
-    Args:
-        logits: row i belongs to the position after which ``proposals[i]`` was proposed, [len(proposals) + 1, vocab].
-
-    Returns:
-        (token, margin, whether a draft had proposed it), at least one.
-    """
-    decided = []
-    for i, row in enumerate(logits):
-        token, margin = _choose(row)
-        agreed = i < len(proposals) and proposals[i] == token
-        decided.append((token, margin, agreed))
-        if not agreed or token in stop:
-            break
-    return decided
 
 
 def _union(routes: Sequence[torch.Tensor], rows: int) -> tuple[float, ...]:

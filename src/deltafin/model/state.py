@@ -8,7 +8,7 @@ the old one (n < T; no weights are read), and move the length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -152,11 +152,12 @@ class SequenceState:
             out.append((f"mla.{layer}.rows", mla.rows[: self.position]))
         return out
 
-    def restore(self, position: int, tensors: dict[str, torch.Tensor]) -> None:
+    def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replaces the committed state.
 
         Raises:
-            ValueError: a tensor is missing or has another shape or dtype; the state is unchanged then.
+            KeyError: a tensor is missing; the state is unchanged then.
+            ValueError: a tensor has another shape or dtype; the state is unchanged then.
         """
         if not 0 <= position <= self.context:
             raise ValueError(f"a state of {position} positions does not fit a context of {self.context}")

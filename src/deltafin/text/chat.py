@@ -118,23 +118,28 @@ def encode_chat(
     messages: Sequence[Message],
     options: ChatOptions | None = None,
     *,
-    recall: Callable[[AssistantMessage], Sequence[int] | None] = lambda message: None,
+    recall: Callable[[AssistantMessage, Sequence[int]], Sequence[int] | None] = lambda message, before: None,
 ) -> list[int]:
     """Prompt ids for the next assistant turn.
 
     Args:
-        recall: the ids generated for an earlier turn, from behind the generation prefix up to the end of the
-            message included, thinking being on or off as now; or None. They replace the turn's body.
+        recall: given an earlier turn and the ids before it, generation prefix included, the ids generated for it up
+            to the end of the message included, thinking being on or off as now; or None. They replace the turn's
+            body.
 
     Raises:
         InputError: as ``render``, and for text with lone surrogates.
     """
     ids: list[int] = []
     for message, opening, body in _turns(messages, options or ChatOptions(), _Images(())):
-        known = recall(message) if isinstance(message, AssistantMessage) and not message.name else None
-        for text, special in (*opening, *body) if known is None else opening:
+        for text, special in opening:
             ids += tokenizer.encode(text, allow_special=special)
-        ids += known or ()
+        known = recall(message, ids) if isinstance(message, AssistantMessage) and not message.name else None
+        if known is not None:
+            ids += known
+            continue
+        for text, special in body:
+            ids += tokenizer.encode(text, allow_special=special)
     return ids
 
 
