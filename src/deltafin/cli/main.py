@@ -70,10 +70,13 @@ def _run() -> int:
         if e.remedy:
             console.print(f"  what to do: {e.remedy}", markup=False, soft_wrap=True)
         return e.exit_code
-    except BrokenPipeError:
-        # The reader of our output went away (`deltafin run … | head`); nothing is wrong and nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
+    except SystemExit as e:
+        # Typer turns a broken pipe into this. The reader of our output went away (`deltafin run … | head`): nothing is
+        # wrong and nobody is left to tell.
+        if isinstance(e.__context__, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return ExitCode.OK
+        return e.code if isinstance(e.code, int) else ExitCode.INTERNAL
     except Exception as e:
         if isinstance(e, _CommandLineError):
             e.show()  # type: ignore[attr-defined]

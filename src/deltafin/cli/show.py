@@ -37,7 +37,7 @@ def stop_on_signal(engine: Engine) -> Iterator[None]:
     """The first Ctrl-C (or SIGTERM) asks the engine to stop at the next safe point, the second stops at once."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if engine.stop:
+        if engine.stop.is_set():
             raise KeyboardInterrupt
         engine.stop.set()
 

@@ -52,7 +52,7 @@ class Target:
         file_order: layer → all its experts in the order they lie on the drives.
         block_rows: rows whose attention transients may exist at one time.
         taps: layers after which the accumulator is kept for a draft.
-        stop: polled between layers.
+        stop: polled between blocks of rows.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Target:
         *,
         file_order: Callable[[int], Sequence[int]],
         block_rows: int,
+        stop: StopFlag,
         taps: Sequence[int] = (),
-        stop: StopFlag | None = None,
     ) -> None:
         self.config = config
         self.taps = tuple(taps)
@@ -76,7 +76,7 @@ class Target:
         self._experts = experts
         self._file_order = file_order
         self._block_rows = block_rows
-        self._stop = stop or StopFlag()
+        self._stop = stop
         self._named: dict[int, LayerWeights] = {}
 
     def forward(
@@ -133,7 +133,6 @@ class Target:
         self.routes = []
         taps = {}
         for layer in range(config.layers):
-            self._stop.check()
             with self._spine.unit(f"layer.{layer}") as unit:
                 accumulator = self._layer(layer, unit, accumulator, bank, state, blocks)
             if layer in self.taps:
@@ -165,6 +164,7 @@ class Target:
         snapshot = layer % config.attn_res_block == 0
         target = torch.empty_like(accumulator) if snapshot else accumulator
         for block in blocks:
+            self._stop.check()
             x = self._mixed(w.attention_mix, bank, accumulator, block)
             attended = self._attend(layer, w, x, state, block)
             if snapshot:
@@ -178,6 +178,7 @@ class Target:
         started = time.perf_counter()
         if isinstance(w.mlp, MlpWeights):
             for block in blocks:
+                self._stop.check()
                 target[block] += moe.gated(config, w.mlp, self._mixed(w.mlp_mix, bank, target, block))
         else:
             x = torch.empty_like(target)

@@ -21,7 +21,8 @@ class StopFlag:
         """Makes the flag usable for the next run."""
         self._event.clear()
 
-    def __bool__(self) -> bool:
+    def is_set(self) -> bool:
+        """Whether a stop was asked for."""
         return self._event.is_set()
 
     def check(self) -> None:
