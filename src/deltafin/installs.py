@@ -12,6 +12,7 @@ from pathlib import Path
 from deltafin.errors import StoreError, UsageError
 from deltafin.settings import Settings
 from deltafin.store.create import create_store
+from deltafin.store.store import find_home
 from deltafin.store.types import DriveSpec, IngestProgress
 
 MANIFEST = "manifest.sqlite"
@@ -48,12 +49,8 @@ def resolve(settings: Settings, progress: Callable[[IngestProgress], None] | Non
     if settings.store is not None and settings.model is not None:
         raise UsageError("--store and --model both name a model", remedy="give one of them")
     if settings.store is not None:
-        if not (settings.store / MANIFEST).is_file():
-            raise UsageError(
-                f"{settings.store} is not an install: it has no {MANIFEST}",
-                remedy="create one with: deltafin store create --model DIR --drive DIR",
-            )
-        return Install(settings.store, f"install at {settings.store}")
+        home = find_home(settings.store)
+        return Install(home, f"install at {home}")
     if settings.model is not None:
         folder = settings.model.resolve()
         if not folder.is_dir():
