@@ -191,9 +191,8 @@ class _Mover(threading.Thread):
         except Exception as e:
             shared.fail(e if isinstance(e, StoreError) else StoreError(f"reading the checkpoint failed: {e}"))
         finally:
-            if batch:
-                shared.reports.put(batch)
             self._source.close()
+            shared.reports.put(batch)  # even if empty: it wakes the caller, who looks whether all movers are done
 
     def _next(self) -> list[_Slice] | None:
         with self._shared.lock:

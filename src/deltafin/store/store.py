@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from deltafin.checkpoint.inventory import spine_inventory
 from deltafin.errors import ManifestError, SliceMissingError
-from deltafin.kernels.layout import ExpertLayout
 from deltafin.store.drives import check_drive, check_files
 from deltafin.store.manifest import MANIFEST_NAME, Manifest
 from deltafin.store.reader import Reader, raise_file_limit
 from deltafin.store.types import PAGE, Extent, ReadPlan, SpineTensor, SpineUnit
+
+if TYPE_CHECKING:
+    pass
 
 _MAX_CACHED_PLANS = 16384
 _MAX_CHECKED_METADATA = 64 << 20  # the tensor index is larger and is not used by an opened install
@@ -37,6 +40,9 @@ class Store:
     """
 
     def __init__(self, home: Path, manifest: Manifest, reader: Reader) -> None:
+        # The kernels' package brings PyTorch along, which the store's own commands need not wait for.
+        from deltafin.kernels.layout import ExpertLayout
+
         m = manifest
         self.config = m.config
         self.metadata_dir = home

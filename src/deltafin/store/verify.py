@@ -58,7 +58,7 @@ class VerifyReport:
         bytes: their length.
         absent: slices that were never written, or were found bad before.
         seconds: it took.
-        bad: damaged slices, in reading order of their drives.
+        bad: damaged slices, by blob and part.
     """
 
     slices: int
@@ -108,7 +108,7 @@ def verify_store(
         bytes=int(manifest.length[present].sum()),
         absent=int((~present).sum()),
         seconds=time.monotonic() - start,
-        bad=tuple(bad),
+        bad=tuple(sorted(bad, key=lambda b: (b.blob, b.part))),
     )
 
 
