@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from cli.command import deltafin, start
 
 SLOW = {"K3_ISA": "portable"}
@@ -120,7 +121,7 @@ def test_demo_prints_real_text(home: Path) -> None:
     [
         (["run", "--prompt", "a", "--prompt-file", "b"], 2, "--prompt-file"),
         (["run", "--prompt", "a", "--store", "/x", "--model", "/y"], 2, "--model"),
-        (["run", "--prompt", "a", "--store", "/nonexistent"], 2, "manifest.sqlite"),
+        (["run", "--prompt", "a", "--store", "/nonexistent"], 4, "store create"),
         (["run", "--prompt", "a", "--model", "/nonexistent"], 2, "/nonexistent"),
         (["run", "--prompt", "a", "--ram", "lots"], 2, "ram"),
         (["run", "--prompt", "a", "--threads", "0"], 2, "threads"),
