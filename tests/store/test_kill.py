@@ -128,7 +128,7 @@ def test_ctrl_c_leaves_a_state_to_continue_and_says_so(mini_target: Path, tmp_pa
         "import deltafin.store.ingest as ingest\n"
         "real = os.pwritev\n"
         "def pwritev(fd, views, offset):\n"
-        "    print('writing', flush=True); time.sleep(0.002); return real(fd, views, offset)\n"
+        "    os.write(1, b'writing\\n'); time.sleep(0.002); return real(fd, views, offset)\n"
         "os.pwritev = pwritev\n"
         "from deltafin.cli.main import main\n"
         "main()\n"
