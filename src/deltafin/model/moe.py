@@ -16,6 +16,11 @@ from deltafin.model.weights import MlpWeights, MoeWeights
 from deltafin.streaming.experts import ExpertStream, Lease
 
 
+_COUNTS = torch.arange(1025, dtype=torch.int32)
+_ZEROS = torch.zeros(1024, dtype=torch.int32)
+_COUNT, _ZERO = _COUNTS.numpy(), _ZEROS.numpy()
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """Which rows each needed expert serves, and into which slot its result goes (row * k + rank in router order)."""
@@ -29,6 +34,10 @@ class Assignment:
     @classmethod
     def of(cls, ids: torch.Tensor) -> Assignment:
         """Groups router choices, int32 [T, k], by expert."""
+        if len(ids) == 1:
+            # One row needs no grouping, and grouping would cost as much as a small model's products.
+            chosen = tuple(ids[0].tolist())
+            return cls(chosen, {e: i for i, e in enumerate(chosen)}, _COUNT, _ZERO, _COUNT)
         flat = ids.numpy().reshape(-1)
         slots = np.argsort(flat, kind="stable").astype(np.int32)
         experts, starts = np.unique(flat[slots], return_index=True)
@@ -44,6 +53,10 @@ class Assignment:
 
     def select(self, leases: Sequence[Lease]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Row splits [n+1], rows and slots (all int32) for the given experts, in their order."""
+        if self.rows is _ZERO:
+            n = len(leases)
+            order = [self.index[lease.key[1]] for lease in leases]
+            return _COUNTS[: n + 1], _ZEROS[:n], torch.tensor(order, dtype=torch.int32)
         splits = [0]
         rows, slots = [], []
         for lease in leases:
