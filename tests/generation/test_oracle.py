@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conftest import ORACLE
+from conftest import MINI, ORACLE
 from deltafin.generation.engine import Engine, EngineOptions
 from deltafin.generation.events import Finished, TokenDecided
 from deltafin.text.chat import ChatOptions, encode_chat
@@ -57,3 +57,21 @@ def test_facts_accuracy_equals_the_recorded_one(engine: Engine) -> None:
         assert answer.startswith(fact["model_answer"][:20]), fact["question"]
         right += fact["must_contain"] in answer
     assert right / len(facts["questions"]) == facts["accuracy"]
+
+
+def test_mlx_lm_running_here_says_the_same(engine: Engine, prompts: list[dict[str, Any]]) -> None:
+    pytest.importorskip("mlx.core")
+    from oracles.mlx_k3 import MlxK3
+    from oracles.recorded import DOZEN
+
+    oracle = MlxK3(MINI / "target")
+    ties = []
+    for number in DOZEN[:8]:
+        prompt = prompts[number]
+        wanted, margins = oracle.generate_greedy(prompt["ids"], prompt["max_new"], prompt["stop"])
+        got = run(engine, prompt["ids"], prompt["max_new"], prompt["stop"])
+        if got != list(wanted):
+            at = next(i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b)
+            assert margins[at] < TIE, f"prompt {number} differs at {at}, margin {margins[at]}"
+            ties.append((number, at))
+    print(f"8 prompts, {len(ties)} numerical ties: {ties}")
