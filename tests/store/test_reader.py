@@ -235,14 +235,20 @@ def test_cancelled_and_finished_reads_do_not_pin_memory(one_file: Reader, monkey
     start(one_file, page_plan(0))
     gate.started.get(timeout=30)
     buffer, done = AlignedBuffer(PAGE), SimpleQueue[Any]()
-    ticket = one_file.submit(page_plan(1), buffer.view, done.put)
+    ticket = one_file.submit(page_plan(1), buffer.view[:], done.put)
     assert ticket.cancel()
     buffer.close()  # a view that is still alive somewhere would make this raise
     gate.let(2)
     buffer = AlignedBuffer(PAGE)
-    one_file.submit(page_plan(1), buffer.view, done.put)
+    one_file.submit(page_plan(1), buffer.view[:], done.put)
     done.get(timeout=0)
     assert done.get(timeout=30) is None
+    buffer.close()
+    failing(monkeypatch, [errno.EIO] * 3)
+    buffer = AlignedBuffer(PAGE)
+    one_file.submit(page_plan(1), buffer.view[:], done.put)
+    error = done.get(timeout=30)
+    assert isinstance(error, ReadError)
     buffer.close()
 
 
@@ -260,6 +266,27 @@ def test_demand_goes_before_prefetch_and_promotion_helps(one_file: Reader, monke
         assert done.get(timeout=30) is None
     assert gate.order == [0, 4, 3, 1, 2]
     assert all(done.empty() for _, _, done in reads)  # exactly once each
+
+
+def test_promotion_never_reads_a_piece_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader(*file_drives(tmp_path, [CONTENT]), depth=3)
+    gate = Gate(monkeypatch)
+    reads = [start(reader, page_plan(number)) for number in (0, 1, 2)]
+    for _ in range(3):
+        gate.started.get(timeout=30)  # all workers are busy
+    two = plan_of(extent(CONTENT, 3 * PAGE, PAGE), extent(CONTENT, 4 * PAGE, PAGE, page=1))
+    reads.append(start(reader, two, prefetch=True))
+    reads[-1][0].promote()
+    gate.let(3)
+    for _ in range(2):
+        gate.started.get(timeout=30)  # both pieces are in flight, their twins still queued before an idle worker
+    reads.append(start(reader, page_plan(0), prefetch=True))
+    gate.started.get(timeout=30)  # that worker went past the twins
+    gate.let(9)
+    for _, _, done in reads:
+        assert done.get(timeout=30) is None
+    reader.close()
+    assert sorted(gate.order) == [0, 0, 1, 2, 3, 4]
 
 
 def test_an_error_waits_for_everything_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 
 import xxhash
 
-from deltafin.errors import ReadError, SliceCorruptError
+from deltafin.errors import ReadError, SliceCorruptError, SliceError
 from deltafin.store.direct import DirectFile
 from deltafin.store.types import PAGE, DriveInfo, DriveStats, Extent, ReadCancelled, ReadPlan
 
@@ -315,8 +315,8 @@ class Reader:
         self._closed = True
         for queue in self._queues:
             while piece := queue.take():
-                piece.ticket.cancel()
-                self._abandon(piece)
+                if piece.ticket._claim(piece) is not None:
+                    piece.ticket._settle(ReadCancelled(piece.ticket._plan.name))
         for queue in self._queues:
             for _ in self._threads:
                 queue.tokens.put(False)
@@ -325,12 +325,6 @@ class Reader:
         for file in self._files:
             if file is not None:
                 file.close()
-
-    @staticmethod
-    def _abandon(piece: _Piece) -> None:
-        # Another piece of the same ticket had started, so it could not be cancelled as a whole.
-        if piece.ticket._claim(piece) is not None:
-            piece.ticket._settle(ReadCancelled(piece.ticket._plan.name))
 
     def _work(self, queue: _Queue) -> None:
         while queue.tokens.get():
@@ -346,6 +340,9 @@ class Reader:
             retries = 0
             try:
                 retries = self._perform(piece, buffer, queue.limit)
+            except SliceError as e:
+                error = e.with_traceback(None)  # the frames in it would pin the buffer
+                error.__context__ = None
             except BaseException as e:
                 error = e
             queue.end(0 if error else piece.length, retries)
