@@ -27,11 +27,13 @@ class Install:
         home: folder of the manifest.
         label: for the user, e.g. ``mini K3 (built in)``.
         builtin: whether it is the miniature model, which only shows and tests the engine.
+        draft_folders: where drafts that belong to it may lie, in subfolders ``dspark`` and ``qwen``.
     """
 
     home: Path
     label: str
     builtin: bool = False
+    draft_folders: tuple[Path, ...] = ()
 
 
 def embedded_checkpoint() -> Path:
@@ -62,7 +64,7 @@ def resolve(settings: Settings, progress: Callable[[IngestProgress], None] | Non
         home = settings.home / "in-place" / name
         with _lock(home):
             create_store(folder, [], layout="in-place", home=home, progress=progress)
-        return Install(home, f"released files at {folder}, in place")
+        return Install(home, f"released files at {folder}, in place", draft_folders=(folder, folder.parent))
     default = settings.home / "store"
     if (default / MANIFEST).is_file():
         return Install(default, f"default install at {default}")
@@ -77,7 +79,7 @@ def embedded(settings: Settings, progress: Callable[[IngestProgress], None] | No
         for drive in drives:
             _make(drive.path)
         home = create_store(embedded_checkpoint(), drives, layout="striped", progress=progress)
-    return Install(home, "mini K3 (built in)", builtin=True)
+    return Install(home, "mini K3 (built in)", builtin=True, draft_folders=(embedded_checkpoint().parent,))
 
 
 def _make(folder: Path) -> None:

@@ -36,6 +36,9 @@ class Settings(BaseSettings):
         threads: compute threads; None takes the physical cores.
         context: positions for prompt and reply.
         depth: reads in flight per drive.
+        draft: which draft proposes tokens; K3 alone decides them.
+        draft_width: most proposals checked in one pass.
+        draft_dir: folder with the subfolders ``dspark`` or ``qwen``.
         max_new: most tokens of a reply.
         reasoning_effort: K3's thinking effort in chats; ``none`` switches thinking off.
     """
@@ -49,6 +52,9 @@ class Settings(BaseSettings):
     threads: int | None = Field(default=None, ge=1, le=1024)
     context: int | None = Field(default=None, ge=16, le=1 << 24)
     depth: int | None = Field(default=None, ge=1, le=256)
+    draft: Literal["auto", "off", "dspark", "qwen"] = "auto"
+    draft_width: int | None = Field(default=None, ge=1, le=7)
+    draft_dir: Path | None = None
     max_new: int = Field(default=512, ge=1, le=1 << 24)
     reasoning_effort: Literal["low", "high", "max", "none"] = "max"
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from deltafin import __version__, installs, kernels
 from deltafin.cli import options, show
-from deltafin.generation.engine import default_threads, plan_for
+from deltafin.generation.engine import default_threads, plan_with_draft
 from deltafin.store.store import Store
 
 
@@ -22,16 +22,26 @@ def info(
     threads: options.Threads = None,
     context: options.Context = None,
     depth: options.Depth = None,
+    draft: options.Draft = None,
+    draft_dir: options.DraftDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what is installed, the memory plan and the usable context."""
     settings, sources = options.settings_from(
-        model=model, store=store, ram=ram, threads=threads, context=context, depth=depth
+        model=model,
+        store=store,
+        ram=ram,
+        threads=threads,
+        context=context,
+        depth=depth,
+        draft=draft,
+        draft_dir=draft_dir,
     )
     with options.ingest_progress(Console(stderr=True)) as progress:
         install = installs.resolve(settings, progress)
     with Store.open(install.home, depth=settings.depth) as opened:
-        plan = plan_for(opened, options.engine_options(settings))
+        raw = settings.draft == "qwen"
+        plan, found, status = plan_with_draft(opened, options.engine_options(settings, install, raw=raw))
         config = opened.config
         facts = {
             "version": __version__,
@@ -46,6 +56,7 @@ def info(
             "expert_bytes": opened.expert_layout.nbytes,
             "kernels": kernels.isa(),
             "threads": settings.threads or default_threads(),
+            "draft": {"kind": found.kind if found else None, "bytes": found.nbytes if found else 0, "status": status},
             "usable_context": plan.context,
             "planned_bytes": plan.planned,
             "plan": {k: sorted(v) if isinstance(v, frozenset) else v for k, v in asdict(plan).items()},
@@ -53,7 +64,8 @@ def info(
                 name: {"value": str(getattr(settings, name)), "source": source} for name, source in sources.items()
             },
         }
-        lines = show.plan_lines(plan, len(opened.spine_keys))
+        size = f", {found.nbytes / (1 << 20):,.0f} MiB" if found else ""
+        lines = [*show.plan_lines(plan, len(opened.spine_keys)), f"draft: {status}{size}"]
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return

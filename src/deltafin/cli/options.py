@@ -26,18 +26,32 @@ Context = Annotated[int | None, typer.Option(help="Positions for prompt and repl
 Depth = Annotated[int | None, typer.Option(help="Reads in flight per drive.")]
 
 
+Draft = Annotated[str | None, typer.Option(help="Draft that guesses ahead: auto, off, dspark or qwen. [default: auto]")]
+DraftWidth = Annotated[int | None, typer.Option(help="Most guesses checked in one pass, 1 to 7.")]
+DraftDir = Annotated[Path | None, typer.Option(help="Folder with the draft's subfolder dspark or qwen.")]
+
+
 def settings_from(**flags: Any) -> tuple[Settings, dict[str, str]]:
     """Merges flags with environment and config file; paths and sizes are validated there."""
     return load_settings(flags)
 
 
-def engine_options(settings: Settings) -> EngineOptions:
-    """The engine's part of the settings."""
+def engine_options(settings: Settings, install: installs.Install, *, raw: bool = False) -> EngineOptions:
+    """The engine's part of the settings.
+
+    Args:
+        raw: sessions are raw completions, not chats.
+    """
+    own = () if settings.draft_dir is None else (settings.draft_dir,)
     return EngineOptions(
         ram=None if settings.ram is None else int(settings.ram),
         threads=settings.threads,
         context=settings.context,
         depth=settings.depth,
+        draft=settings.draft,
+        draft_width=settings.draft_width,
+        draft_folders=own or (*install.draft_folders, settings.home),
+        raw=raw,
     )
 
 
@@ -64,10 +78,11 @@ def ingest_progress(console: Console) -> Iterator[Callable[[IngestProgress], Non
         yield update
 
 
-def open_engine(settings: Settings, install: installs.Install, console: Console) -> Engine:
+def open_engine(settings: Settings, install: installs.Install, console: Console, *, raw: bool = False) -> Engine:
     """Opens the engine, showing the loading of the spine on a terminal."""
+    chosen = engine_options(settings, install, raw=raw)
     if not console.is_terminal:
-        return Engine.open(install.home, engine_options(settings))
+        return Engine.open(install.home, chosen)
     with Progress(
         TextColumn("loading the spine"),
         BarColumn(),
@@ -79,6 +94,6 @@ def open_engine(settings: Settings, install: installs.Install, console: Console)
         task = bar.add_task("", total=None)
         return Engine.open(
             install.home,
-            engine_options(settings),
+            chosen,
             on_load=lambda done, total: bar.update(task, completed=done, total=total),
         )

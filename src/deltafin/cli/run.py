@@ -40,6 +40,9 @@ def run(
     threads: options.Threads = None,
     context: options.Context = None,
     depth: options.Depth = None,
+    draft: options.Draft = None,
+    draft_width: options.DraftWidth = None,
+    draft_dir: options.DraftDir = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print times, bytes, hit rates and speed afterwards.")] = False,
     events_jsonl: Annotated[str | None, typer.Option(help="Write every event as a JSON line to this file.")] = None,
 ) -> None:
@@ -51,17 +54,24 @@ def run(
         threads=threads,
         context=context,
         depth=depth,
+        draft=draft,
+        draft_width=draft_width,
+        draft_dir=draft_dir,
         max_new=max_new,
         reasoning_effort=reasoning_effort,
     )
     if reasoning_effort is not None and not chat:
         raise UsageError("--reasoning-effort has no effect without --chat", remedy="add --chat or drop it")
+    if chat and settings.draft == "qwen":
+        raise UsageError("Qwen drafts only serve raw completions", remedy="use --draft dspark, or drop --chat")
+    if settings.draft_width is not None and settings.draft == "off":
+        raise UsageError("--draft-width has no effect with --draft off", remedy="drop one of them")
     interactive = chat and prompt is None and prompt_file is None and sys.stdin.isatty()
     text = "" if interactive else read_prompt(prompt, prompt_file)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with options.ingest_progress(console) as progress:
         install = installs.resolve(settings, progress)
-    with options.open_engine(settings, install, console) as engine:
+    with options.open_engine(settings, install, console, raw=not chat) as engine:
         tokenizer = K3Tokenizer.load(engine.store.metadata_dir, engine.config)
         if install.builtin:
             console.print(
@@ -77,7 +87,7 @@ def run(
             if interactive:
                 _converse(talk, console, stats=stats)
             else:
-                _report(talk.turn(text), console, stats=stats)
+                _report(talk, talk.turn(text), console, stats=stats)
         finally:
             log.close()
 
@@ -104,6 +114,10 @@ class Conversation:
         self._options = ChatOptions(effort=settings.reasoning_effort) if chat else None
         self._messages: list[Message] = []
         self._replies: list[list[int]] = []
+
+    def draft_lines(self) -> list[str]:
+        """What drafting did in this conversation, or why it did nothing."""
+        return show.draft_lines(self._session.drafter, self._engine.draft_status)
 
     def turn(self, text: str) -> Finished:
         """Runs one prompt to its end."""
@@ -170,14 +184,16 @@ def _converse(talk: Conversation, console: Console, *, stats: bool) -> None:
             return
         if line.strip():
             try:
-                _report(talk.turn(line), console, stats=stats)
+                _report(talk, talk.turn(line), console, stats=stats)
             except Interrupted:
                 continue
 
 
-def _report(finished: Finished, console: Console, *, stats: bool) -> None:
+def _report(talk: Conversation, finished: Finished, console: Console, *, stats: bool) -> None:
     if stats:
         console.print(show.stats_table(finished.stats))
+        for line in talk.draft_lines():
+            console.print(line, markup=False)
     if finished.reason == "interrupted":
         raise Interrupted(f"stopped after {finished.new_tokens} tokens; the text above is complete up to there")
     if finished.reason == "length":

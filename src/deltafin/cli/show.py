@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from deltafin.drafting.controller import DraftController
 from deltafin.errors import UsageError
 from deltafin.generation.engine import Engine
 from deltafin.generation.events import (
@@ -255,6 +256,36 @@ def _drive(stats: PhaseStats, index: int) -> str:
     d = stats.drives[index]
     rate = f", {gigabytes(d.read_bytes / d.busy_seconds)}/s busy" if d.busy_seconds > 1e-3 else ""
     return f"{gigabytes(d.read_bytes)} in {d.reads:,} reads{rate}{'' if d.direct else ', buffered'}"
+
+
+def draft_lines(drafter: DraftController | None, status: str) -> list[str]:
+    """Drafting in words: acceptance, widths, gains, rests, and why there is no draft."""
+    if drafter is None:
+        return [f"draft: none; {status}"]
+    report, economics = drafter.report, drafter.economics
+    lines = [f"draft: {status}"]
+    if drafter.failure is not None:
+        lines.append(f"  stopped: {drafter.failure}")
+    if report.steps:
+        at = ", ".join(
+            f"{hit / offered:.0%}"
+            for hit, offered in zip(report.accepted_at, report.offered_at, strict=True)
+            if offered
+        )
+        growth = ", ".join(f"{g:.2f}" for g in economics.union_growth)
+        lines += [
+            f"  {report.steps:,} drafted passes decided {report.committed:,} tokens, "
+            f"{report.tokens_per_pass:.2f} a pass; "
+            f"{report.accepted:,} of {report.proposed:,} guesses accepted (by position: {at})",
+            f"  experts read by 1, 2, … positions, relative to one: {growth}",
+            f"  gain estimated {report.estimated_gain / report.steps:.2f}, realised "
+            f"{report.realised_gain / report.steps:.2f}",
+        ]
+    lines.append(
+        f"  {report.draft_seconds:,.3f} s spent drafting; {report.declined:,} drafts not worth checking; "
+        f"stood down {report.rests:,} times{', resting now' if economics.resting else ''}"
+    )
+    return lines
 
 
 def plan_lines(plan: MemoryPlan, units: int) -> list[str]:

@@ -5,6 +5,7 @@ Whatever goes wrong in a draft ends drafting for the session and nothing else; t
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -16,7 +17,7 @@ from deltafin.drafting.economics import DraftReport, Economics, PassCost
 
 
 class DraftSource(Protocol):
-    """Where guesses come from.
+    """Where guesses come from. Anything may be raised; it ends drafting and nothing else.
 
     Attributes:
         name: for stats, e.g. ``dspark``.
@@ -28,17 +29,21 @@ class DraftSource(Protocol):
         """Guesses up to ``count`` tokens after ``tokens``, whose last one the target has not processed yet."""
 
     def commit(self, tokens: Sequence[int], taps: Sequence[torch.Tensor]) -> None:
-        """Told of newly committed ``tokens`` with the target's accumulators at the tapped layers, fp32 [n, hidden]
-        each."""
+        """Told of newly committed ``tokens``.
 
-    def reset(self) -> None:
-        """The sequence starts over."""
+        Args:
+            taps: the target's accumulators at the tapped layers, bf16 [n, hidden] each, of the last n of ``tokens``
+                (all of them except in long prompts).
+        """
+
+    def reset(self, position: int) -> None:
+        """The next committed token is the one at ``position``; earlier ones are unknown or of no use."""
 
     def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
         """What the source remembers of the committed tokens, as named views; empty when it needs nothing."""
 
     def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The sequence continues behind ``position`` tokens; ``tensors`` are those of ``tensors()`` then, or none."""
+        """The sequence continues behind ``position`` tokens; ``tensors`` are those of ``tensors()`` then."""
 
 
 class DraftController:
@@ -48,6 +53,9 @@ class DraftController:
         source: proposes.
         economics: decides.
         vocab_size: ids outside are cut off with everything behind them.
+
+    Attributes:
+        failure: why drafting ended, or None.
     """
 
     def __init__(self, source: DraftSource, economics: Economics, *, vocab_size: int) -> None:
@@ -75,23 +83,25 @@ class DraftController:
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Proposals worth verifying after ``tokens``; empty when there are none or they would not pay."""
-        limit = min(limit, self._economics.max_width)
-        if self.failure is not None or limit <= 0 or not self._economics.wants_draft():
+        economics = self._economics
+        limit = min(limit, economics.max_width)
+        if self.failure is not None or limit <= 0 or not economics.wants_draft():
             return []
         started = time.perf_counter()
         try:
             proposal = self._valid(self._source.propose(tokens, limit), limit)
-            confidence = proposal.confidence or self._economics.probabilities_by_position(len(proposal.tokens))
-            width = self._economics.width(confidence)
         except Exception as e:
             self._fail(e)
             return []
         self._draft_seconds = time.perf_counter() - started
-        self._economics.observe_draft(self._draft_seconds)
+        economics.observe_draft(self._draft_seconds)
+        if proposal.confidence:
+            width = economics.width(proposal.confidence)
+        else:
+            width = economics.choose(economics.probabilities_by_position(len(proposal.tokens)))
         self._last = Proposal(proposal.tokens[:width], proposal.confidence[:width])
         if not width:
-            # Drafting that leads to no proposal still costs; the economics must see it, or it would go on for ever.
-            self._economics.observe_step(0, 0, (), 0, self._draft_seconds)
+            economics.decline()
         return list(self._last.tokens)
 
     def observe(self, cost: PassCost, accepted: int, committed: int) -> None:
@@ -104,7 +114,7 @@ class DraftController:
         self._last = Proposal((), ())
 
     def commit(self, tokens: Sequence[int], taps: Sequence[torch.Tensor]) -> None:
-        """Told of committed tokens, prefill included."""
+        """Told of committed tokens, prefill included; see ``DraftSource.commit``."""
         if self.failure is not None or not tokens:
             return
         try:
@@ -112,12 +122,12 @@ class DraftController:
         except Exception as e:
             self._fail(e)
 
-    def reset(self) -> None:
-        """The sequence starts over; a failed source gets another chance."""
+    def reset(self, position: int = 0) -> None:
+        """The sequence continues at ``position`` without what came before; a failed source gets another chance."""
         self.failure = None
         self._last = Proposal((), ())
         try:
-            self._source.reset()
+            self._source.reset(position)
         except Exception as e:
             self._fail(e)
 
@@ -132,22 +142,25 @@ class DraftController:
             return []
 
     def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Continues behind ``position`` tokens; a source that cannot stands down for this sequence."""
-        self.failure = None
-        self._last = Proposal((), ())
-        try:
-            self._source.restore(position, tensors)
-        except Exception as e:
-            self._fail(e)
+        """Continues behind ``position`` tokens with saved ``tensors``; without usable ones it knows nothing of these."""
+        self.reset(position)
+        if tensors and self.failure is None:
+            try:
+                self._source.restore(position, tensors)
+            except Exception:
+                self.reset(position)
 
     def _valid(self, proposal: Proposal, limit: int) -> Proposal:
-        tokens = []
-        for token in list(proposal.tokens)[:limit]:
+        """The usable beginning of what a source returned, whatever it is."""
+        tokens: list[int] = []
+        for token in itertools.islice(proposal.tokens, limit):
             if type(token) is not int or not 0 <= token < self._vocab_size:
                 break
             tokens.append(token)
-        confidence = tuple(proposal.confidence)[: len(tokens)]
-        return Proposal(tuple(tokens), confidence if len(confidence) == len(tokens) else ())
+        confidence = tuple(itertools.islice(proposal.confidence, len(tokens)))
+        if len(confidence) < len(tokens) or not all(type(p) is float and 0.0 <= p <= 1.0 for p in confidence):
+            confidence = ()
+        return Proposal(tuple(tokens), confidence)
 
     def _fail(self, error: Exception) -> None:
         self.failure = f"{self._source.name} failed: {error}"

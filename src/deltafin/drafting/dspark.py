@@ -8,16 +8,17 @@ causality, to itself; row r predicts the token r + 1 places after the last commi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from deltafin import kernels
-from deltafin.drafting.dspark_files import BLOCK, DSparkConfig, DSparkWeights
+from deltafin.drafting.dspark_files import BLOCK, PENDING_ROWS, DSparkConfig, DSparkLayer, DSparkWeights
 
 Embed = Callable[[Sequence[int]], torch.Tensor]
+Taps = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,57 +32,95 @@ class Proposal:
 class DSpark:
     """One draft with the context of one sequence.
 
+    Context rows are kept in a ring: attention over a set of rotated keys does not depend on their order, so beyond
+    ``capacity`` the oldest rows are simply overwritten and the draft goes on with the latest ones. Rows of committed
+    tokens are projected only when a proposal needs them or when ``PENDING_ROWS`` have gathered, so that a draft that
+    rests costs next to nothing.
+
     Args:
         weights: the draft's own tensors.
         embed: K3's embedding rows, ids → fp32 [n, hidden].
         lm_head: K3's head, bf16 [vocab, hidden]; shared, never copied.
-        capacity: most context rows; beyond it the draft stands down.
+        capacity: most context rows.
+
+    Attributes:
+        position: committed tokens of the sequence.
     """
 
     def __init__(self, weights: DSparkWeights, embed: Embed, lm_head: torch.Tensor, *, capacity: int) -> None:
         self.config: DSparkConfig = weights.config
         self._w = weights.tensors
+        self._layers = weights.layers
         self._embed = embed
         self._lm_head = lm_head
+        self._mask_rows: torch.Tensor | None = None
         c = self.config
         self.capacity = capacity
-        self.length = 0
-        width = c.kv_lora_rank + c.qk_rope_head_dim
+        self.position = 0
+        self._stored = 0
+        self._pending: list[tuple[int, Taps]] = []
+        self._pending_rows = 0
         # Memory is touched only as the context fills.
-        self._context = [torch.empty(capacity + BLOCK, width) for _ in range(c.num_hidden_layers)]
+        self._context = torch.empty(c.num_hidden_layers, capacity + BLOCK, c.kv_lora_rank + c.qk_rope_head_dim)
         self._frequencies, self._scale = _yarn(c)
 
-    def reset(self) -> None:
-        """Forgets all context."""
-        self.length = 0
+    def reset(self, position: int = 0) -> None:
+        """Forgets all context; the next rows belong to ``position`` (a resumed sequence may lack earlier ones)."""
+        self.position, self._stored = position, 0
+        self._pending, self._pending_rows = [], 0
 
-    def truncate(self, length: int) -> None:
-        """Keeps the first ``length`` context rows."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot keep {length} of {self.length} context rows")
-        self.length = length
-
-    def append(self, taps: Sequence[torch.Tensor]) -> None:
-        """Adds context rows for newly committed tokens.
+    def append(self, taps: Taps, count: int | None = None) -> None:
+        """Notes ``count`` newly committed tokens.
 
         Args:
-            taps: the target's accumulators after each of ``target_layer_ids``, fp32 [n, hidden] each.
+            taps: the target's accumulators after each of ``target_layer_ids``, bf16 or fp32 [n, hidden] each, of the
+                last n of the tokens; earlier ones get no context row.
+            count: tokens, by default n.
 
         Raises:
-            ValueError: wrong number of taps, or more rows than the capacity.
+            ValueError: wrong number or shape of taps.
         """
-        if len(taps) != len(self.config.target_layer_ids):
+        c = self.config
+        if len(taps) != len(c.target_layer_ids):
             raise ValueError("one accumulator for each tapped layer is needed")
         rows = len(taps[0])
-        if self.length + rows > self.capacity:
-            raise ValueError("the draft's context is full")
+        count = rows if count is None else count
+        if rows > count or any(tap.shape != (rows, c.target_hidden_size) for tap in taps):
+            raise ValueError("accumulators must have one row for each of the last committed tokens")
+        self.position += count
         # Activations reach the draft as bf16, as in its training.
-        joined = torch.cat([tap.bfloat16().float() for tap in taps], dim=1)
-        shared = self._norm(kernels.linear(joined, self._w["context_proj.weight"]), "context_norm")
-        positions = torch.arange(self.length, self.length + rows)
-        for layer, cache in enumerate(self._context):
-            cache[self.length : self.length + rows] = self._latents(layer, shared, positions)
-        self.length += rows
+        first = self.position - rows
+        for start in range(max(0, rows - self.capacity), rows, PENDING_ROWS):
+            part = tuple(tap[start : start + PENDING_ROWS].bfloat16() for tap in taps)
+            self._pending.append((first + start, part))
+            self._pending_rows += len(part[0])
+            if self._pending_rows > PENDING_ROWS:
+                self._project()
+
+    def rows(self) -> torch.Tensor:
+        """A copy of the context, fp32 [layers, n, kv_lora + rope], to be given to ``restore`` later."""
+        self._project()
+        return self._context[:, : min(self._stored, self.capacity)].clone()
+
+    def restore(self, position: int, rows: torch.Tensor) -> None:
+        """Continues at ``position`` with a context that ``rows`` returned.
+
+        Raises:
+            ValueError: another shape.
+        """
+        layers, _, width = self._context.shape
+        if (
+            rows.dtype != torch.float32
+            or rows.ndim != 3
+            or rows.shape[0] != layers
+            or rows.shape[2] != width
+            or rows.shape[1] > position
+        ):
+            raise ValueError("these are not context rows of this draft")
+        self.reset(position)
+        kept = rows[:, -self.capacity :]
+        self._context[:, : kept.shape[1]] = kept
+        self._stored = kept.shape[1]
 
     def propose(self, anchor: int, count: int) -> Proposal:
         """Drafts up to ``count`` tokens after ``anchor``, the decided token that the target has not processed.
@@ -92,76 +131,106 @@ class DSpark:
         hidden = self.block(anchor)[:count]
         logits = kernels.linear(hidden, self._lm_head)
         w1, w2 = self._w["markov_head.markov_w1.weight"], self._w["markov_head.markov_w2.weight"]
-        confidence_w = self._w["confidence_head.proj.weight"][0].float()
-        confidence_b = float(self._w["confidence_head.proj.bias"][0])
-        tokens, confidence = [], []
+        markov = torch.empty(count, w1.shape[1])
+        tokens = []
         previous = anchor
         for row in range(count):
-            markov = w1[previous].float()
-            features = torch.cat([hidden[row], markov])
-            confidence.append(1.0 / (1.0 + math.exp(-float(features @ confidence_w) - confidence_b)))
-            scores = logits[row] + kernels.linear(markov[None], w2)[0]
+            markov[row] = w1[previous]
+            scores = kernels.linear(markov[row : row + 1], w2)[0].add_(logits[row])
             previous = int(torch.argmax(scores))
             tokens.append(previous)
-        return Proposal(tuple(tokens), tuple(confidence))
+        # Row k's confidence looks at the token before it, which its Markov row stands for.
+        features = torch.cat([hidden, markov], 1)
+        confidence = kernels.linear(features, self._w["confidence_head.proj.weight"])[:, 0]
+        confidence = (confidence + self._w["confidence_head.proj.bias"].float()).sigmoid()
+        return Proposal(tuple(tokens), tuple(confidence.tolist()))
 
     def block(self, anchor: int) -> torch.Tensor:
         """Final hidden states of the block, fp32 [7, hidden]."""
+        self._project()
         c = self.config
-        x = self._embed([anchor] + [c.mask_token_id] * (BLOCK - 1))
-        positions = torch.arange(self.length, self.length + BLOCK)
-        for layer in range(c.num_hidden_layers):
-            p = f"layers.{layer}"
-            x = x + self._attention(layer, self._norm(x, f"{p}.input_layernorm"), positions)
-            h = self._norm(x, f"{p}.post_attention_layernorm")
-            gate = functional.silu(kernels.linear(h, self._w[f"{p}.mlp.gate_proj.weight"]))
-            up = kernels.linear(h, self._w[f"{p}.mlp.up_proj.weight"])
-            x = x + kernels.linear(gate.mul_(up), self._w[f"{p}.mlp.down_proj.weight"])
-        return self._norm(x, "final_norm")
+        if self._mask_rows is None:
+            self._mask_rows = self._embed([c.mask_token_id]).expand(BLOCK - 1, -1)
+        x = torch.cat([self._embed([anchor]), self._mask_rows])
+        turn = self._turn(self.position, BLOCK)
+        for layer, w in enumerate(self._layers):
+            x = x + self._attention(layer, w, self._norm(x, w.input_norm), turn)
+            wide = kernels.linear(self._norm(x, w.mlp_norm), w.gate_up)
+            gate, up = wide[:, : c.intermediate_size], wide[:, c.intermediate_size :]
+            x = x + kernels.linear(functional.silu(gate).mul_(up), w.down)
+        return self._norm(x, self._w["final_norm.weight"])
 
-    def _attention(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _project(self) -> None:
+        """Makes context rows of the pending accumulators."""
+        for first, taps in _joined(self._pending):
+            joined = torch.cat(tuple(taps), dim=1).float()
+            shared = kernels.linear(joined, self._w["context_proj.weight"])
+            shared = self._norm(shared, self._w["context_norm.weight"])
+            turn = self._turn(first, len(joined))
+            places = torch.arange(self._stored, self._stored + len(joined)) % self.capacity
+            for layer, w in enumerate(self._layers):
+                self._context[layer, places] = self._latents(w, kernels.linear(shared, w.kv_a), turn)
+            self._stored += len(joined)
+        self._pending, self._pending_rows = [], 0
+
+    def _attention(self, layer: int, w: DSparkLayer, x: torch.Tensor, turn: _Turn) -> torch.Tensor:
         """Latent attention over the context and the block itself, not causal. fp32 [7, hidden] → [7, hidden]."""
-        c, p = self.config, f"layers.{layer}.self_attn"
+        c = self.config
         heads, nope, rope, lora = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.kv_lora_rank
-        q = self._norm(kernels.linear(x, self._w[f"{p}.q_a_proj.weight"]), f"{p}.q_a_layernorm")
-        q = kernels.linear(q, self._w[f"{p}.q_b_proj.weight"]).view(BLOCK, heads, nope + rope)
-        kv_b = self._w[f"{p}.kv_b_proj.weight"].view(heads, nope + c.v_head_dim, lora).float()
-        key, value = kv_b.split([nope, c.v_head_dim], 1)
-        absorbed = torch.cat(
-            [
-                torch.einsum("qhn,hnl->qhl", q[..., :nope], key),
-                _rotate(q[..., nope:], positions, self._frequencies),
-            ],
-            dim=-1,
-        )
-        rows = self._context[layer]
-        # The block's own rows stand behind the context for the length of this call; the next commit overwrites them.
-        rows[self.length : self.length + BLOCK] = self._latents(layer, x, positions)
-        keys = rows[: self.length + BLOCK]
-        scores = torch.einsum("qhl,sl->hqs", absorbed, keys) * self._scale
-        mixed = torch.einsum("hqs,sl->qhl", scores.softmax(-1), keys[:, :lora])
-        out = torch.einsum("qhl,hvl->qhv", mixed, value).reshape(BLOCK, heads * c.v_head_dim)
-        return kernels.linear(out, self._w[f"{p}.o_proj.weight"])
+        qkv_a = kernels.linear(x, w.qkv_a)
+        q_a, kv_a = qkv_a[:, : c.q_lora_rank], qkv_a[:, c.q_lora_rank :]
+        q = kernels.linear(self._norm(q_a.contiguous(), w.q_a_norm), w.q_b).view(BLOCK, heads, nope + rope)
+        absorbed = torch.empty(heads, BLOCK, lora + rope)
+        torch.bmm(q[..., :nope].transpose(0, 1), w.key, out=absorbed[..., :lora])
+        absorbed[..., lora:] = turn.apply(q[..., nope:]).transpose(0, 1)
+        rows, filled = self._context[layer], min(self._stored, self.capacity)
+        # The block's own rows stand behind the context for the length of this call; the next block overwrites them.
+        rows[filled : filled + BLOCK] = self._latents(w, kv_a, turn)
+        keys = rows[: filled + BLOCK]
+        flat = absorbed.view(heads * BLOCK, lora + rope)
+        weights = torch.mm(flat, keys.T).mul_(self._scale).softmax(-1)
+        mixed = torch.mm(weights, keys[:, :lora]).view(heads, BLOCK, lora)
+        out = torch.bmm(mixed, w.value).transpose(0, 1).reshape(BLOCK, heads * c.v_head_dim)
+        return kernels.linear(out, w.out)
 
-    def _latents(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _latents(self, w: DSparkLayer, kv: torch.Tensor, turn: _Turn) -> torch.Tensor:
         """Compressed latent and rotated position part, fp32 [n, kv_lora + rope]."""
-        p = f"layers.{layer}.self_attn"
-        kv = kernels.linear(x, self._w[f"{p}.kv_a_proj_with_mqa.weight"])
-        latent = self._norm(kv[:, : self.config.kv_lora_rank].contiguous(), f"{p}.kv_a_layernorm")
-        return torch.cat([latent, _rotate(kv[:, self.config.kv_lora_rank :], positions, self._frequencies)], dim=1)
+        lora = self.config.kv_lora_rank
+        return torch.cat([self._norm(kv[:, :lora].contiguous(), w.kv_a_norm), turn.apply(kv[:, lora:])], dim=1)
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return kernels.rmsnorm(x, self._w[f"{name}.weight"], self.config.rms_norm_eps)
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return kernels.rmsnorm(x, weight, self.config.rms_norm_eps)
+
+    def _turn(self, first: int, count: int) -> _Turn:
+        angle = torch.arange(first, first + count, dtype=torch.float32)[:, None] * self._frequencies
+        return _Turn(angle.cos(), angle.sin())
 
 
-def _rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Rotary position on interleaved pairs; x [n, …, rope], positions [n]."""
-    angle = positions.float()[:, None] * frequencies
-    cos, sin = angle.cos(), angle.sin()
-    if x.ndim == 3:
-        cos, sin = cos[:, None], sin[:, None]
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Rotary position on interleaved pairs; cos and sin fp32 [n, rope / 2]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotates x [n, …, rope]."""
+        cos, sin = (self.cos[:, None], self.sin[:, None]) if x.ndim == 3 else (self.cos, self.sin)
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+
+
+def _joined(pending: Sequence[tuple[int, Taps]]) -> list[tuple[int, Taps]]:
+    """Consecutive pieces put together, so that a long rest ends with one wide product."""
+    out: list[tuple[int, list[Taps]]] = []
+    end = -1
+    for first, taps in pending:
+        if first == end:
+            out[-1][1].append(taps)
+        else:
+            out.append((first, [taps]))
+        end = first + len(taps[0])
+    return [(first, tuple(torch.cat(column) for column in zip(*parts, strict=True))) for first, parts in out]
 
 
 def _yarn(c: DSparkConfig) -> tuple[torch.Tensor, float]:
@@ -180,3 +249,34 @@ def _yarn(c: DSparkConfig) -> tuple[torch.Tensor, float]:
     frequencies = base * (1 - ramp) + base / r.factor * ramp
     mu = 0.1 * r.mscale_all_dim * math.log(r.factor) + 1
     return frequencies.float(), (c.qk_nope_head_dim + dim) ** -0.5 * mu * mu
+
+
+class DSparkSource:
+    """A DSpark draft as a session's source."""
+
+    name = "dspark"
+
+    def __init__(self, draft: DSpark) -> None:
+        self._draft = draft
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal:
+        """Guesses after the last of ``tokens``; all before it have been committed."""
+        if self._draft.position != len(tokens) - 1:
+            raise ValueError(f"the draft knows {self._draft.position} tokens and K3 {len(tokens) - 1}")
+        return self._draft.propose(tokens[-1], count)
+
+    def commit(self, tokens: Sequence[int], taps: Taps) -> None:
+        """Notes committed tokens."""
+        self._draft.append(taps, len(tokens))
+
+    def reset(self, position: int) -> None:
+        """Forgets all context."""
+        self._draft.reset(position)
+
+    def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """The context, for a saved session."""
+        return [("context", self._draft.rows())]
+
+    def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes back a saved context."""
+        self._draft.restore(position, tensors["context"])

@@ -12,9 +12,12 @@ import torch
 
 from deltafin import kernels
 from deltafin.checkpoint.config import K3Config
+from deltafin.drafting.drafts import CONTEXT_ROWS, MAX_WIDTH, Candidate, DraftChoice, Drafts, find
+from deltafin.errors import DeltafinError, MemoryBudgetError
 from deltafin.generation.session import Session
 from deltafin.kernels import selftest
 from deltafin.model.target import Target
+from deltafin.model.weights import head_weights
 from deltafin.residency.budget import MemoryPlan, plan_memory
 from deltafin.residency.machine import available_memory
 from deltafin.store.store import Store
@@ -23,6 +26,10 @@ from deltafin.streaming.spine import Spine
 from deltafin.streaming.stop import StopFlag
 
 DEFAULT_CONTEXT = 16384
+
+# What a draft may take from K3: spine that would have been resident, and experts that would have been kept.
+_DRAFT_SPINE_SHARE = 0.2
+_DRAFT_TIER_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,11 @@ class EngineOptions:
         prefill_rows: upper bound for the prefill chunk (for experiments and tests).
         tier: upper bound for experts kept in RAM (for experiments and tests).
         max_bytes_per_s: drive index → read rate limit.
+        draft: which draft proposes tokens, if any; it never changes a token.
+        draft_width: most proposals verified in one pass.
+        draft_folders: where drafts are looked for, in subfolders ``dspark`` and ``qwen``; the install's own comes last.
+        draft_always: draft at every step instead of when it pays (for experiments and tests).
+        raw: sessions are raw completions (only these may use Qwen).
     """
 
     ram: int | None = None
@@ -46,12 +58,21 @@ class EngineOptions:
     prefill_rows: int | None = None
     tier: int | None = None
     max_bytes_per_s: Mapping[int, float] | None = None
+    draft: DraftChoice = "auto"
+    draft_width: int | None = None
+    draft_folders: tuple[Path, ...] = ()
+    draft_always: bool = False
+    raw: bool = False
 
 
 class Engine:
     """An install ready to generate; a context manager.
 
     Use ``Engine.open``; the attributes ``config``, ``plan`` and ``store`` describe what was opened.
+
+    Attributes:
+        drafts: the loaded draft, or None.
+        draft_status: which draft is used, or why there is none.
     """
 
     def __init__(self, store: Store, options: EngineOptions) -> None:
@@ -59,7 +80,8 @@ class Engine:
         self.config: K3Config = store.config
         self.stop = StopFlag()
         self.options = options
-        self.plan = plan_for(store, options)
+        self.plan, self._draft, self.draft_status = plan_with_draft(store, options)
+        self.drafts: Drafts | None = None
         rows = self.plan.prefill_rows
         self.prefill_rows = min(rows, options.prefill_rows) if options.prefill_rows else rows
         tier = self.plan.frames.tier
@@ -114,6 +136,7 @@ class Engine:
                 done += size
                 if on_load is not None:
                     on_load(done, engine.plan.resident_bytes)
+            engine._load_draft()
         except BaseException:
             store.close()
             raise
@@ -121,7 +144,34 @@ class Engine:
 
     def session(self) -> Session:
         """A new, empty conversation."""
-        return Session(self)
+        return Session(self, None if self.drafts is None else self.drafts.controller())
+
+    def _load_draft(self) -> None:
+        """Reads the admitted draft; one that cannot be used is left out, unless the user named it."""
+        found, options = self._draft, self.options
+        if found is None:
+            return
+        lm_head = None
+        if found.needs_head:
+            with self.spine.unit("head") as unit:
+                lm_head = head_weights(unit).lm_head
+        try:
+            self.drafts = Drafts.load(
+                found,
+                self.config,
+                metadata=self.store.metadata_dir,
+                embed=self.spine.embedding,
+                lm_head=lm_head,
+                context=self.plan.context,
+                width=min(options.draft_width or MAX_WIDTH, self.plan.block_rows - 1),
+                always=options.draft_always,
+            )
+        except (DeltafinError, OSError, MemoryError) as e:
+            if options.draft != "auto":
+                raise
+            self.draft_status = f"{found.kind} cannot be used: {e.message if isinstance(e, DeltafinError) else e}"
+            return
+        self.target.taps, self.target.tap_rows = found.taps, CONTEXT_ROWS
 
     def close(self) -> None:
         """Stops reads and closes the install."""
@@ -147,22 +197,60 @@ def default_threads() -> int:
 
 
 def plan_for(store: Store, options: EngineOptions) -> MemoryPlan:
+    """The memory plan of an install under the user's options; see ``plan_with_draft``."""
+    return plan_with_draft(store, options)[0]
+
+
+def plan_with_draft(store: Store, options: EngineOptions) -> tuple[MemoryPlan, Candidate | None, str]:
     """The memory plan of an install under the user's options, measured against this process as it is now.
+
+    A draft is admitted when K3 keeps everything it had without it but spine residency and kept experts, of which
+    it may take a share: it makes passes rarer, which no larger cache does.
+
+    Returns:
+        (plan, admitted draft or None, which draft it is or why there is none).
 
     Raises:
         MemoryBudgetError: the budget cannot hold what K3 needs.
+        DraftError: a draft named by the user is missing or damaged.
     """
     runtime = psutil.Process().memory_info().rss
     budget = options.ram if options.ram is not None else runtime + available_memory() * 4 // 5
     units: dict[str, int] = {key: store.spine_unit(key).plan.buffer_bytes for key in store.spine_keys}
-    return plan_memory(
+
+    def plan(draft: Candidate | None) -> MemoryPlan:
+        return plan_memory(
+            store.config,
+            units,
+            budget=budget,
+            runtime=runtime,
+            frame_bytes=store.expert_buffer_bytes,
+            context=min(options.context or DEFAULT_CONTEXT, store.config.max_positions),
+            # A context that was asked for is kept or refused; the default one may shrink to make room.
+            must_hold=options.context or 512,
+            drives=len(store.drives),
+            draft_bytes=draft.nbytes if draft else 0,
+            draft_row_bytes=draft.row_bytes if draft else 0,
+            pinned=frozenset({"head"}) if draft and draft.needs_head else frozenset(),
+        )
+
+    alone = plan(None)
+    found, status = find(
+        options.draft,
+        (*options.draft_folders, store.metadata_dir),
         store.config,
-        units,
-        budget=budget,
-        runtime=runtime,
-        frame_bytes=store.expert_buffer_bytes,
-        context=min(options.context or DEFAULT_CONTEXT, store.config.max_positions),
-        # A context that was asked for is kept or refused; the default one may shrink to make room.
-        must_hold=options.context or 512,
-        drives=len(store.drives),
+        raw=options.raw,
+        context=alone.context,
+        spine_bytes=sum(units.values()),
     )
+    if found is None:
+        return alone, None, status
+    try:
+        shared = plan(found)
+    except MemoryBudgetError:
+        return alone, None, f"{found.kind} needs {found.nbytes >> 20:,} MiB, which K3 leaves no room for"
+    streams_more = shared.streamed_bytes - alone.streamed_bytes > _DRAFT_SPINE_SHARE * sum(units.values())
+    keeps_fewer = shared.frames.tier < alone.frames.tier * (1 - _DRAFT_TIER_SHARE)
+    if shared.context < alone.context or streams_more or (keeps_fewer and not shared.streamed_bytes):
+        return alone, None, f"{found.kind} would take {found.nbytes >> 20:,} MiB that K3 uses better"
+    return shared, found, status

@@ -57,19 +57,14 @@ class Assignment:
             n = len(leases)
             order = [self.index[lease.key[1]] for lease in leases]
             return _COUNTS[: n + 1], _ZEROS[:n], torch.tensor(order, dtype=torch.int32)
-        splits = [0]
-        rows, slots = [], []
-        for lease in leases:
-            i = self.index[lease.key[1]]
-            begin, end = self.splits[i], self.splits[i + 1]
-            rows.append(self.rows[begin:end])
-            slots.append(self.slots[begin:end])
-            splits.append(splits[-1] + int(end - begin))
-        return (
-            torch.tensor(splits, dtype=torch.int32),
-            torch.from_numpy(np.concatenate(rows)),
-            torch.from_numpy(np.concatenate(slots)),
-        )
+        which = np.array([self.index[lease.key[1]] for lease in leases])
+        starts = self.splits[which]
+        counts = self.splits[which + 1] - starts
+        splits = np.zeros(len(leases) + 1, np.int32)
+        np.cumsum(counts, out=splits[1:])
+        # Entry i of the result is entry (i - where its expert begins in the result) of that expert's part.
+        picked = np.arange(splits[-1]) + np.repeat(starts - splits[:-1], counts)
+        return torch.from_numpy(splits), torch.from_numpy(self.rows[picked]), torch.from_numpy(self.slots[picked])
 
 
 @dataclass(slots=True)

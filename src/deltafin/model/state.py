@@ -62,6 +62,7 @@ class SequenceState:
         position: committed tokens.
         pending: provisional tokens of the last pass, 0 when it was committed or abandoned.
         partial: whether fewer than ``pending`` positions may be committed.
+        taps: for a draft, bf16 accumulators [n, hidden] of the last n provisional (after ``commit``: committed) rows.
     """
 
     config: K3Config

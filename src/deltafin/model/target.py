@@ -53,6 +53,10 @@ class Target:
         block_rows: rows whose attention transients may exist at one time.
         taps: layers after which the accumulator is kept for a draft.
         stop: polled between blocks of rows.
+
+    Attributes:
+        taps: as above; may be set before the first pass.
+        tap_rows: of a longer pass only the accumulators of this many last rows are kept.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Target:
     ) -> None:
         self.config = config
         self.taps = tuple(taps)
+        self.tap_rows = 1 << 30
         self.times = PassTimes()
         self.routes: list[torch.Tensor] = []
         self._layout = layout
@@ -136,7 +141,8 @@ class Target:
             with self._spine.unit(f"layer.{layer}") as unit:
                 accumulator = self._layer(layer, unit, accumulator, bank, state, blocks)
             if layer in self.taps:
-                taps[layer] = accumulator.clone()
+                # A draft reads them as bf16, and of a long prompt only the end.
+                taps[layer] = accumulator[-self.tap_rows :].bfloat16()
             yield layer + 1
         state.taps = [taps[layer] for layer in self.taps]
         wanted = slice(0, rows) if logits == "all" else slice(rows - 1, rows)

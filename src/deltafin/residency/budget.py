@@ -107,6 +107,8 @@ def plan_memory(
     must_hold: int = 512,
     drives: int = 1,
     draft_bytes: int = 0,
+    draft_row_bytes: int = 0,
+    pinned: frozenset[str] = frozenset(),
 ) -> MemoryPlan:
     """Splits ``budget`` bytes.
 
@@ -123,13 +125,15 @@ def plan_memory(
         must_hold: positions without which the plan is refused (at most ``context`` counts).
         drives: drives read at once, for the number of reads kept in flight.
         draft_bytes: bytes already promised to a draft.
+        draft_row_bytes: what a draft needs of each row of a prefill chunk.
+        pinned: units that must be resident (a draft shares K3's head).
 
     Raises:
         MemoryBudgetError: when even the smallest arrangement does not fit; states the smallest budget that does.
     """
     # Small objects, tokenizer tables and allocator rounding grow with use; a share of what is planned covers them.
     runtime = runtime + draft_bytes + 24 * MIB
-    per_row, per_block = chunk_row_bytes(config), block_row_bytes(config)
+    per_row, per_block = chunk_row_bytes(config) + draft_row_bytes, block_row_bytes(config)
     logits = 4 * config.vocab_size
     k = config.experts_per_token
     total_experts = len(config.moe_layers) * config.experts
@@ -137,7 +141,10 @@ def plan_memory(
     state = recurrent_bytes(config) + latent_bytes(config, min_context)
     left = budget - runtime - state - min_rows * (per_row + per_block + logits) - min_frames * frame_bytes
 
-    resident, streams, spine_bytes = _split_spine(units, left)
+    pinned_bytes = sum(units[key] for key in pinned)
+    free = {key: size for key, size in units.items() if key not in pinned}
+    resident, streams, spine_bytes = _split_spine(free, left - pinned_bytes)
+    spine_bytes += pinned_bytes
     if resident is None:
         smallest = budget - left + spine_bytes
         raise MemoryBudgetError(
@@ -145,6 +152,7 @@ def plan_memory(
             remedy=f"allow at least {smallest / MIB:,.0f} MiB with --ram, or close other programs",
         )
     left -= spine_bytes
+    resident += pinned
 
     rows, frames, positions = min_rows, min_frames, min_context
     block = min_rows
