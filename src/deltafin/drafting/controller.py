@@ -142,7 +142,7 @@ class DraftController:
             return []
 
     def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Continues behind ``position`` tokens with saved ``tensors``; without usable ones it knows nothing of these."""
+        """Continues behind ``position`` tokens with saved ``tensors``, or from there on when they are not usable."""
         self.reset(position)
         if tensors and self.failure is None:
             try:
