@@ -32,7 +32,7 @@ def demo(
     say = Console(highlight=False, soft_wrap=True)
     say.print("Deltafin demo: mini K3, a miniature with the complete Kimi K3 architecture in the released file format.")
     say.print(
-        f"Its experts are striped over {installs.MINI_DRIVES} folders under {install.home.parent} "
+        f"Its experts are striped over {installs.MINI_DRIVES} folders under {settings.home / 'mini-k3'} "
         "and streamed from there.\n"
     )
     with options.open_engine(settings, install, console) as engine:
