@@ -79,6 +79,8 @@ class Session:
             SliceError: bytes missing, unreadable or corrupt; the session stays at its last committed position.
         """
         engine = self._engine
+        # A stop that came too late for the previous generation must not end this one.
+        engine.stop.clear()
         meter = _Meter(engine)
         chooser = Chooser(constraint, logprobs)
         self._adopt(prompt)
