@@ -117,6 +117,9 @@ class ToolMessage(_Strict):
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 _MESSAGES: TypeAdapter[list[Message]] = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
+MESSAGES_SCHEMA: dict[str, Any] = _MESSAGES.json_schema(ref_template="#/components/schemas/{model}")
+"""JSON schema of ``parse_messages``'s argument; its ``$defs`` are meant for an OpenAPI document's components."""
+
 _UNION_TAGS = {"system", "developer", "user", "assistant", "tool", "text", "image", "image_url"}
 
 

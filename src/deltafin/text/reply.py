@@ -102,6 +102,16 @@ class ReplyParser:
         self._events: list[Event] = []
         self.complete = False
 
+    @property
+    def element(self) -> str:
+        """The innermost open element: ``think``, ``response``, ``tools``, …; empty outside all."""
+        return self._stack[-1].tag if self._stack else ""
+
+    @property
+    def pending(self) -> bool:
+        """Whether the last ids may be a marker that is not complete yet."""
+        return bool(self._marker)
+
     def feed(self, ids: Iterable[int]) -> list[Event]:
         """Events that ``ids`` complete. Ids behind the end of the message are ignored.
 
