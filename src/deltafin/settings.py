@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import platformdirs
-from pydantic import ByteSize, Field, ValidationError
+from pydantic import ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from deltafin.errors import UsageError
@@ -41,6 +41,18 @@ class Settings(BaseSettings):
         draft_dir: folder with the subfolders ``dspark`` or ``qwen``.
         max_new: most tokens of a reply.
         reasoning_effort: K3's thinking effort in chats; ``none`` switches thinking off.
+        state_ram: bytes for state points of earlier turns in RAM; None takes a sixteenth of the budget.
+        state_disk: bytes for state points on disk, 0 for none; None takes a tenth of the free space, at most 64 GiB.
+        host, port: where the server listens.
+        api_key: what clients of the server must present.
+        insecure_bind: whether the server may listen beyond this machine without a key.
+        allow_host: host names, besides addresses and localhost, under which the server may be reached.
+        cors_origin: origins of web pages that may call the server.
+        max_tokens: most tokens of a reply of the server.
+        max_request_bytes: most bytes of a request to the server.
+        queue: generations that wait at the server while one runs.
+        memo: whether the server answers identical requests from memory.
+        resume: whether the server continues a reply that a crash cut, by the request's idempotency key.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
@@ -57,6 +69,19 @@ class Settings(BaseSettings):
     draft_dir: Path | None = None
     max_new: int = Field(default=512, ge=1, le=1 << 24)
     reasoning_effort: Literal["low", "high", "max", "none"] = "max"
+    state_ram: ByteSize | None = Field(default=None, ge=0)
+    state_disk: ByteSize | None = Field(default=None, ge=0)
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=8000, ge=0, le=65535)
+    api_key: SecretStr | None = Field(default=None, min_length=1)
+    insecure_bind: bool = False
+    allow_host: tuple[str, ...] = ()
+    cors_origin: tuple[str, ...] = ()
+    max_tokens: int = Field(default=1_000_000, ge=1, le=1 << 24)
+    max_request_bytes: ByteSize = Field(default=ByteSize(128 << 20), ge=1024)
+    queue: int = Field(default=0, ge=0, le=10_000)
+    memo: bool = True
+    resume: bool = False
 
     @classmethod
     def settings_customise_sources(

@@ -44,10 +44,11 @@ def _root(
 
 def _add_commands() -> None:
     # Imported here so that `deltafin --help` and usage errors do not wait for PyTorch.
-    from deltafin.cli import demo, info, run, store
+    from deltafin.cli import demo, info, run, serve, store
 
     app.command("run")(run.run)
     app.command("demo")(demo.demo)
+    app.command("serve")(serve.serve)
     app.command("info")(info.info)
     app.add_typer(store.app, name="store")
 

@@ -36,11 +36,14 @@ def settings_from(**flags: Any) -> tuple[Settings, dict[str, str]]:
     return load_settings(flags)
 
 
-def engine_options(settings: Settings, install: installs.Install, *, raw: bool = False) -> EngineOptions:
+def engine_options(
+    settings: Settings, install: installs.Install, *, raw: bool = False, reserve: int = 0
+) -> EngineOptions:
     """The engine's part of the settings.
 
     Args:
         raw: sessions are raw completions, not chats.
+        reserve: bytes of the budget that are promised to others.
     """
     own = () if settings.draft_dir is None else (settings.draft_dir,)
     return EngineOptions(
@@ -52,6 +55,7 @@ def engine_options(settings: Settings, install: installs.Install, *, raw: bool =
         draft_width=settings.draft_width,
         draft_folders=own or (*install.draft_folders, settings.home),
         raw=raw,
+        reserve=reserve,
     )
 
 
@@ -78,9 +82,11 @@ def ingest_progress(console: Console) -> Iterator[Callable[[IngestProgress], Non
         yield update
 
 
-def open_engine(settings: Settings, install: installs.Install, console: Console, *, raw: bool = False) -> Engine:
+def open_engine(
+    settings: Settings, install: installs.Install, console: Console, *, raw: bool = False, reserve: int = 0
+) -> Engine:
     """Opens the engine, showing the loading of the spine on a terminal."""
-    chosen = engine_options(settings, install, raw=raw)
+    chosen = engine_options(settings, install, raw=raw, reserve=reserve)
     if not console.is_terminal:
         return Engine.open(install.home, chosen)
     with Progress(

@@ -49,6 +49,7 @@ class EngineOptions:
         draft_folders: where drafts are looked for, in subfolders ``dspark`` and ``qwen``; the install's own comes last.
         draft_always: draft at every step instead of when it pays (for experiments and tests).
         raw: sessions are raw completions (only these may use Qwen).
+        reserve: bytes of the budget that are promised to others, such as kept state points.
     """
 
     ram: int | None = None
@@ -63,6 +64,7 @@ class EngineOptions:
     draft_folders: tuple[Path, ...] = ()
     draft_always: bool = False
     raw: bool = False
+    reserve: int = 0
 
 
 class Engine:
@@ -223,7 +225,7 @@ def plan_with_draft(store: Store, options: EngineOptions) -> tuple[MemoryPlan, C
             store.config,
             units,
             budget=budget,
-            runtime=runtime,
+            runtime=runtime + options.reserve,
             frame_bytes=store.expert_buffer_bytes,
             context=min(options.context or DEFAULT_CONTEXT, store.config.max_positions),
             # A context that was asked for is kept or refused; the default one may shrink to make room.

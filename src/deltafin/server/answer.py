@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 
 from deltafin.server.guard import Receive, Scope, Send, respond
-from deltafin.server.jobs import Job, Scheduler
+from deltafin.server.jobs import Job, Progress, Scheduler
 from deltafin.server.pieces import Done, Failed
 from deltafin.server.schema import StreamOptions
 from deltafin.server.shapes import Shape, progress, usage
@@ -100,7 +100,8 @@ class JobResponse(Response):
             await _write(send, "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks))
 
         event = job.watch()
-        seen, shown, patience = 0, (-1, None), FIRST_SIGN_SECONDS
+        seen, patience = 0, FIRST_SIGN_SECONDS
+        shown: tuple[int, Progress | None] = (-1, None)
         told = 0.0
         loop = asyncio.get_running_loop()
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 
 from deltafin.server.schema import ChatRequest, CompletionRequest
 from deltafin.text.messages import MESSAGES_SCHEMA
@@ -39,7 +40,7 @@ _REFUSALS = {
     "500": "A defect of the server.",
     "503": "The engine cannot go on, or is being stopped.",
 }
-_POSTS = {
+_POSTS: dict[str, tuple[str, type[BaseModel]]] = {
     "/v1/chat/completions": ("ChatRequest", ChatRequest),
     "/v1/completions": ("CompletionRequest", CompletionRequest),
 }

@@ -161,7 +161,7 @@ class Preparer:
         if most is not None and most > self._max_tokens:
             raise ApiError(
                 400,
-                f"{named} is {most} and this server allows {self._max_tokens}: ask for less or start it with --max-tokens",
+                f"{named} is {most} and this server allows {self._max_tokens}; --max-tokens changes that",
                 param=named,
                 code="invalid_value",
             )

@@ -1,7 +1,8 @@
 """The ids of earlier replies, and those of replies that a crash may cut: one small SQLite file.
 
-A client sends a reply back as text; only the ids K3 decided repeat the turn exactly, so they are kept by what the client
-will send and by the ids before them. Requests that carry an idempotency key have each decided token written down.
+A client sends a reply back as text; only the ids K3 decided repeat the turn exactly, so they are kept by what the
+client will send and by the ids before them. Requests that carry an idempotency key have each decided token written
+down.
 """
 
 from __future__ import annotations
