@@ -57,6 +57,9 @@ def serve(
     state_disk: Annotated[
         str | None, typer.Option(help="Disk space for them, 0 for none. [default: 1/10 of what is free, at most 64GiB]")
     ] = None,
+    draft: options.Draft = None,
+    draft_width: options.DraftWidth = None,
+    draft_dir: options.DraftDir = None,
     model: options.Model = None,
     store: options.Store = None,
     ram: options.Ram = None,
@@ -80,6 +83,9 @@ def serve(
         reasoning_effort=reasoning_effort,
         state_ram=state_ram,
         state_disk=state_disk,
+        draft=draft,
+        draft_width=draft_width,
+        draft_dir=draft_dir,
         model=model,
         store=store,
         ram=ram,
@@ -88,6 +94,8 @@ def serve(
         depth=depth,
     )
     _check_address(settings)
+    if settings.draft == "qwen":
+        raise UsageError("Qwen drafts only serve raw completions at the command line", remedy="use --draft dspark")
     console = Console(stderr=True, highlight=False)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     with options.ingest_progress(console) as progress:
