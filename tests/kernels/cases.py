@@ -1,4 +1,4 @@
-"""Inputs for every kernel, as calls that can be run natively (per thread count, ISA, row split) and by the reference."""
+"""Inputs for every kernel, as calls that can be run natively (whatever rows, threads, ISA) and by the reference."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ constexpr int64_t kHeadBlock = 32;
 
 // latent[t][l] = sum_n q[t][n] w[n][l], n ascending, for 16 J columns from l and C rows.
 template <int J, int C>
-static void absorb(const bf16* w, int64_t lora, int64_t nope, int64_t l, int64_t n, const float* q, int64_t ldq, float* out, int64_t ldo) {
+static void absorb(const bf16* w, int64_t lora, int64_t nope, int64_t l, const float* q, int64_t ldq, Panels::Place to, int64_t ldo) {
+    int64_t n = lora - l;
     V16 acc[C][J];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c)
@@ -26,7 +27,10 @@ static void absorb(const bf16* w, int64_t lora, int64_t nope, int64_t l, int64_t
         }
     }
     for (int c = 0; c < C; ++c)
-        for (int j = 0; j < J; ++j) store_part(out + c * ldo + l + 16 * j, acc[c][j], n - 16 * j);
+        for (int j = 0; j < J; ++j) {
+            int64_t at = l + 16 * j;
+            store_part(to.first + c * ldo + at / 32 * to.stride + at % 32, acc[c][j], n - 16 * j);
+        }
 }
 
 // ctx[h][l] = alpha_h ctx[h][l] + sum_s p[h][s] cache[s][l], s ascending, for 16 J columns and C heads.
@@ -55,7 +59,8 @@ static void mix(const float* cache, int64_t ldc, int64_t count, const float* p, 
 }
 
 // One row's `count` heads over cache rows [0, limit). Scratch: ctx [count][ldctx], p [count][tile], three floats a head.
-static void attend(const Mla& a, int64_t limit, const float* query, int64_t ldquery, int64_t count, float* ctx, int64_t ldctx, float* p) {
+static void attend(const Mla& a, int64_t limit, const Panels& query, float* ctx, int64_t ldctx, float* p) {
+    int64_t count = query.rows;
     float *top = p + kHeadBlock * kCacheTile, *sum = top + kHeadBlock, *alpha = sum + kHeadBlock;
     int64_t width = a.lora + a.rope;
     for (int64_t h = 0; h < count; ++h) {
@@ -66,7 +71,7 @@ static void attend(const Mla& a, int64_t limit, const float* query, int64_t ldqu
     for (int64_t s0 = 0; s0 < limit; s0 += kCacheTile) {
         int64_t n = min64(kCacheTile, limit - s0);
         const float* rows = a.cache + s0 * a.ldc;
-        product(FloatRows{rows, a.ldc, width}, 0, n, query, ldquery, count, p, 1, kCacheTile);
+        direct(FloatRows{rows, a.ldc, width}, 0, n, rows, query, p, 1, kCacheTile);
         for (int64_t h = 0; h < count; ++h) {
             float* ph = p + h * kCacheTile;
             V16 peak = set1(top[h]), scale = set1(a.scale), total = zero();
@@ -104,54 +109,61 @@ static void attend(const Mla& a, int64_t limit, const float* query, int64_t ldqu
 }
 
 static void mla_attention(const Mla& a) {
-    int64_t width = a.lora + a.rope, ldquery = up(width, 32), ldctx = up(a.lora, 32), per_head = a.nope + a.v_dim;
-    int64_t tile = min64(a.rows, 32);
-    float* query = (float*)scratch(kQuery, (size_t)(tile * a.heads * ldquery) * 4);
-    float* context = (float*)scratch(kContext, (size_t)(tile * a.heads * ldctx) * 4);
-    int64_t each = kHeadBlock * (ldctx + kCacheTile + 3);
+    int64_t width = a.lora + a.rope, padded = up(width, 32), ldctx = up(a.lora, 32), per_head = a.nope + a.v_dim;
+    int64_t most = min64(a.rows, 32), each = max64(kHeadBlock * (ldctx + kCacheTile + 3), kTileScratch);
+    float* query = (float*)scratch(kQuery, (size_t)(most * a.heads * padded) * 4);
+    float* context = (float*)scratch(kContext, (size_t)(most * a.heads * ldctx) * 4);
     float* local = (float*)scratch(kWorker, (size_t)(threads() * each) * 4);
-    for (int64_t t0 = 0; t0 < a.rows; t0 += tile) {
-        int64_t rows = min64(tile, a.rows - t0), ldq = a.heads * ldquery, ldc = a.heads * ldctx;
+    for (int64_t t0 = 0; t0 < a.rows; t0 += most) {
+        int64_t rows = min64(most, a.rows - t0), ldq = a.heads * padded;
         double absorbing = (double)rows * (double)a.heads * (double)a.lora;
+        // Heads that look at a cache row together; fewer when there are few rows, so that every thread has work.
+        int64_t wanted = (2 * threads() + rows - 1) / rows;
+        int64_t together = max64(1, min64(kHeadBlock, up((a.heads + wanted - 1) / wanted, 4)));
+        int64_t blocks = (a.heads + together - 1) / together;
+        auto queries = [&](int64_t t, int64_t block) {
+            int64_t h = block * together;
+            return Panels(query + t * ldq + h * padded, padded, min64(together, a.heads - h), kMaxCols);
+        };
         parallel(a.heads, absorbing * (double)a.nope, [&](int64_t h, int) {
             const bf16* w = a.kv_b + h * per_head * a.lora;
             const float* q = a.q + t0 * a.ldq + h * (a.nope + a.rope);
-            float* dst = query + h * ldquery;
-            for (int64_t t = 0; t < rows; ++t) {
-                __builtin_memcpy(dst + t * ldq + a.lora, q + t * a.ldq + a.nope, (size_t)a.rope * 4);
-                for (int64_t i = width; i < ldquery; ++i) dst[t * ldq + i] = 0;
-            }
-            for (int64_t l = 0; l < a.lora; l += 16 * kWide)
+            Panels::Place to = queries(0, h / together).place(h % together);
+            for (int64_t t = 0; t < rows; ++t)
+                for (int64_t i = a.lora; i < padded; ++i)
+                    to.first[t * ldq + i / 32 * to.stride + i % 32] = i < width ? q[t * a.ldq + a.nope + i - a.lora] : 0.0f;
+            for (int64_t l = 0; l < a.lora; l += 16 * kWide) {
+                bool full = l + 16 * kWide <= a.lora;
                 for (int64_t t = 0; t < rows;) {
                     const float* qt = q + t * a.ldq;
-                    float* to = dst + t * ldq;
-                    bool full = l + 16 * kWide <= a.lora;
+                    Panels::Place at = {to.first + t * ldq, to.stride};
                     if (full && t + kWide <= rows) {
-                        absorb<kWide, kWide>(w, a.lora, a.nope, l, 16 * kWide, qt, a.ldq, to, ldq);
+                        absorb<kWide, kWide>(w, a.lora, a.nope, l, qt, a.ldq, at, ldq);
                         t += kWide;
-                    } else {
-                        if (full) absorb<kWide, 1>(w, a.lora, a.nope, l, 16 * kWide, qt, a.ldq, to, ldq);
-                        else
-                            for (int64_t j = l; j < a.lora; j += 16) absorb<1, 1>(w, a.lora, a.nope, j, a.lora - j, qt, a.ldq, to, ldq);
-                        ++t;
+                        continue;
                     }
+                    if (full) absorb<kWide, 1>(w, a.lora, a.nope, l, qt, a.ldq, at, ldq);
+                    else
+                        for (int64_t j = l; j < a.lora; j += 16) absorb<1, 1>(w, a.lora, a.nope, j, qt, a.ldq, at, ldq);
+                    ++t;
                 }
+            }
         });
-        // Few rows: smaller blocks of heads, so that every thread has work. The bits do not depend on it.
-        int64_t wanted = (2 * threads() + rows - 1) / rows;
-        int64_t block = max64(1, min64(kHeadBlock, up((a.heads + wanted - 1) / wanted, 4)));
-        int64_t blocks = (a.heads + block - 1) / block;
         double attending = (double)(a.start + t0 + rows) * (double)(rows * a.heads) * (double)(width + a.lora);
         parallel(rows * blocks, attending, [&](int64_t task, int worker) {
-            int64_t t = task / blocks, h = task % blocks * block, count = min64(block, a.heads - h);
+            int64_t t = task / blocks, block = task % blocks;
             float* ctx = local + worker * each;
-            attend(a, a.start + t0 + t + 1, query + t * ldq + h * ldquery, ldquery, count, ctx, ldctx, ctx + kHeadBlock * ldctx);
-            for (int64_t i = 0; i < count; ++i) pack_pairs(ctx + i * ldctx, a.lora, context + t * ldc + (h + i) * ldctx);
+            Panels mine = queries(t, block);
+            attend(a, a.start + t0 + t + 1, mine, ctx, ldctx, ctx + kHeadBlock * ldctx);
+            for (int64_t i = 0; i < mine.rows; ++i) {
+                int64_t h = block * together + i;
+                pack_pairs(ctx + i * ldctx, a.lora, Panels(context + h * most * ldctx, ldctx, rows).place(t));
+            }
         });
-        parallel(a.heads, absorbing * (double)a.v_dim, [&](int64_t h, int) {
-            Bf16Rows w{a.kv_b + (h * per_head + a.nope) * a.lora, a.lora, a.lora};
+        parallel(a.heads, absorbing * (double)a.v_dim, [&](int64_t h, int worker) {
+            Bf16Rows w{a.kv_b + (h * per_head + a.nope) * a.lora, a.lora};
             float* out = a.out + t0 * a.ldo + h * a.v_dim;
-            product(w, 0, a.v_dim, context + h * ldctx, ldc, rows, out, 1, a.ldo);
+            product(w, 0, a.v_dim, w.base, Panels(context + h * most * ldctx, ldctx, rows), out, 1, a.ldo, local + worker * each);
             if (!a.gate) return;
             for (int64_t t = 0; t < rows; ++t)
                 for (int64_t i = 0; i < a.v_dim; i += 16) {

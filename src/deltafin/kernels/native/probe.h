@@ -18,13 +18,16 @@ static double read_sum(const void* p, int64_t bytes) {
 }
 
 static double fma_burn(int64_t steps) {
-    enum { kChains = kMaxAcc < 6 ? kMaxAcc : kMaxAcc > 12 ? 12 : kMaxAcc };
+    enum { kChains = 12 * kPartLanes / 16 < 6 ? 6 : 12 * kPartLanes / 16 };  // twelve registers: twice two units of latency four
     int64_t tasks = threads();
     float* sink = (float*)scratch(kWorker, (size_t)threads() * 64);
     parallel(tasks, 1e12, [&](int64_t task, int) {
+        // Different in every lane, or the compiler computes registers that start equal only once.
+        float start[16 * kChains];
+        for (int i = 0; i < 16 * kChains; ++i) start[i] = (float)(i + task);
         V16 acc[kChains], x = set1(0.999f), y = set1(1e-3f);
 #pragma GCC unroll 16
-        for (int c = 0; c < kChains; ++c) acc[c] = set1((float)c);
+        for (int c = 0; c < kChains; ++c) acc[c] = load(start + 16 * c);
         for (int64_t i = 0; i < steps; ++i)
 #pragma GCC unroll 16
             for (int c = 0; c < kChains; ++c) acc[c] = fma(acc[c], x, y);

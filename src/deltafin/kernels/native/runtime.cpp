@@ -177,7 +177,7 @@ void set_threads(int n) {
 }
 
 void parallel_run(int64_t tasks, double work, void (*fn)(void*, int64_t, int), void* ctx) {
-    if (tasks == 1 || work < kAlone || threads() == 1) {
+    if (tasks <= 1 || work < kAlone || threads() == 1) {
         for (int64_t t = 0; t < tasks; ++t) fn(ctx, t, 0);
         return;
     }

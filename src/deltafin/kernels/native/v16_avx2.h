@@ -106,4 +106,12 @@ K3_INLINE float reduce_max(V16 a) {
 }
 K3_INLINE float first_lane(V16 a) { return _mm256_cvtss_f32(a.lo); }
 
-enum { kMaxAcc = 6, kMaxCols = 6, kStreamRows = 4, kWide = 2 };
+using Part = __m256;
+K3_INLINE Part load_one(const float* p) { return _mm256_loadu_ps(p); }
+K3_INLINE void store_one(float* p, Part a) { _mm256_storeu_ps(p, a); }
+K3_INLINE Part fma_one(Part a, Part b, Part c) { return _mm256_fmadd_ps(a, b, c); }
+
+// Register blocking, by measurement. Up to kDirectRows rows of x, blocks of kRowsFor[columns] weight rows times at most
+// kMaxCols columns; beyond, tiles. kWide vectors are worked on side by side where a loop runs along a row.
+enum { kPartLanes = 8, kTileRows = 3, kTileCols = 4, kDirectRows = 6, kMaxCols = 3, kWide = 2 };
+constexpr int kRowsFor[] = {0, 4, 2, 1};

@@ -83,4 +83,12 @@ K3_INLINE float reduce_max(V16 a) {
 }
 K3_INLINE float first_lane(V16 a) { return _mm512_cvtss_f32(a.v); }
 
-enum { kMaxAcc = 24, kMaxCols = 8, kStreamRows = 8, kWide = 4 };
+using Part = __m512;
+K3_INLINE Part load_one(const float* p) { return _mm512_loadu_ps(p); }
+K3_INLINE void store_one(float* p, Part a) { _mm512_storeu_ps(p, a); }
+K3_INLINE Part fma_one(Part a, Part b, Part c) { return _mm512_fmadd_ps(a, b, c); }
+
+// Register blocking, by measurement. Up to kDirectRows rows of x, blocks of kRowsFor[columns] weight rows times at most
+// kMaxCols columns; beyond, tiles. kWide vectors are worked on side by side where a loop runs along a row.
+enum { kPartLanes = 16, kTileRows = 4, kTileCols = 6, kDirectRows = 16, kMaxCols = 5, kWide = 4 };
+constexpr int kRowsFor[] = {0, 8, 8, 6, 4, 4};

@@ -106,4 +106,12 @@ K3_INLINE float reduce_max(V16 a) {
 K3_INLINE float first_lane(V16 a) { return vgetq_lane_f32(a.v[0], 0); }
 
 #undef K3_EACH
-enum { kMaxAcc = 6, kMaxCols = 6, kStreamRows = 4, kWide = 2 };
+using Part = float32x4_t;
+K3_INLINE Part load_one(const float* p) { return vld1q_f32(p); }
+K3_INLINE void store_one(float* p, Part a) { vst1q_f32(p, a); }
+K3_INLINE Part fma_one(Part a, Part b, Part c) { return vfmaq_f32(c, a, b); }
+
+// Register blocking, by measurement. Up to kDirectRows rows of x, blocks of kRowsFor[columns] weight rows times at most
+// kMaxCols columns; beyond, tiles. kWide vectors are worked on side by side where a loop runs along a row.
+enum { kPartLanes = 4, kTileRows = 4, kTileCols = 6, kDirectRows = 6, kMaxCols = 3, kWide = 2 };
+constexpr int kRowsFor[] = {0, 4, 2, 1};

@@ -73,4 +73,14 @@ K3_INLINE float first_lane(V16 a) { return a.v[0]; }
 
 // Register blocking: accumulators that fit, x rows per block, columns of V16 kept in registers.
 #undef K3_EACH
-enum { kMaxAcc = 4, kMaxCols = 4, kStreamRows = 2, kWide = 2 };
+
+// A part is what one register holds; tiles are worked on part by part where sixteen lanes take several registers.
+using Part = V16;
+K3_INLINE Part load_one(const float* p) { return load(p); }
+K3_INLINE void store_one(float* p, Part a) { store(p, a); }
+K3_INLINE Part fma_one(Part a, Part b, Part c) { return fma(a, b, c); }
+
+// Register blocking, by measurement. Up to kDirectRows rows of x, blocks of kRowsFor[columns] weight rows times at most
+// kMaxCols columns; beyond, tiles. kWide vectors are worked on side by side where a loop runs along a row.
+enum { kPartLanes = 16, kTileRows = 2, kTileCols = 2, kDirectRows = 8, kMaxCols = 4, kWide = 2 };
+constexpr int kRowsFor[] = {0, 2, 1, 1, 1};
