@@ -1,4 +1,4 @@
-"""The compiled kernels: addresses and sizes in, results written in place. Checked by ``cpu.py``; not for direct use."""
+"""The compiled kernels: addresses and sizes in, results written in place. Not for direct use."""
 
 from collections.abc import Sequence
 

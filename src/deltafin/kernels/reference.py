@@ -1,7 +1,7 @@
 """Every kernel again in plain PyTorch, written from the model's formulas without looking at the native code.
 
 Computes in the dtype of its first floating-point input (pass float64 for a yardstick); other inputs are converted to
-it. Slow and obvious on purpose. Shapes are those of ``cpu``.
+it. Slow and obvious on purpose. Shapes are those of the native functions.
 """
 
 from __future__ import annotations
