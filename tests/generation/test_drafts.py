@@ -285,9 +285,7 @@ class Verification(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("examples", [6, pytest.param(60, marks=pytest.mark.slow)])
-def test_any_sequence_of_commits_and_rollbacks(
-    examples: int, plain: Engine, prompts: list[dict[str, Any]]
-) -> None:
+def test_any_sequence_of_commits_and_rollbacks(examples: int, plain: Engine, prompts: list[dict[str, Any]]) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     prompt = prompts[41]["ids"][:40]
