@@ -140,6 +140,8 @@ def test_truncated_and_missing_slice_files(home: Path, tiny_once: Path) -> None:
     path.unlink()
     with pytest.raises(ReadError, match="is missing"):
         Store.open(home)
+    with pytest.raises(ReadError, match="is missing"):
+        create_store(tiny_once, make_drives(home.parent, (None, None, None)), layout="striped", home=home)
     report = verify_store(home)
     assert report.bad
     assert {bad.path for bad in report.bad} == {path}

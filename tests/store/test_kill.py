@@ -80,7 +80,11 @@ def run_with_kills(checkpoint: Path, base: Path, kills: int, seed: int) -> int:
     for attempt in range(kills):
         log = base / f"log{attempt}"
         process = start(log, checkpoint, home, drives)
-        time.sleep(chooser.uniform(0, 0.25))
+        if attempt:  # the first is killed while it prepares, the others after some writes
+            writes = chooser.randrange(150, 500)
+            while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < writes):
+                time.sleep(0.002)
+        time.sleep(chooser.uniform(0, 0.02))
         process.send_signal(signal.SIGKILL)
         process.communicate()
         check_no_rewrite(log, finished)

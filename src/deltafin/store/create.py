@@ -16,8 +16,16 @@ import xxhash
 from deltafin.checkpoint import METADATA_FILES, Checkpoint
 from deltafin.checkpoint.tensorfile import read_bounded
 from deltafin.errors import DriveMissingError, DriveSwappedError, StoreError, UsageError
-from deltafin.store.drives import MARKER_NAME, check_drive, measure_bandwidth, read_marker, slice_folder, write_marker
-from deltafin.store.files import write_atomic
+from deltafin.store.drives import (
+    MARKER_NAME,
+    check_drive,
+    check_files,
+    measure_bandwidth,
+    read_marker,
+    slice_folder,
+    write_marker,
+)
+from deltafin.store.files import fsync_path, write_atomic
 from deltafin.store.ingest import drive_error, ingest
 from deltafin.store.manifest import MANIFEST_NAME, Manifest, write_manifest
 from deltafin.store.slicing import InstallPlan, plan_in_place, plan_striped
@@ -59,6 +67,7 @@ def create_store(
         DriveMissingError: a drive's directory does not exist.
         DriveSwappedError: a drive belongs to another install.
         DriveFullError: not enough room; finished work is kept.
+        ReadError: a slice file of the unfinished install is gone or truncated.
         StoreError: anything else; Interrupted: Ctrl-C. Both can be continued by the same call.
     """
     _check_specs(drives, layout)
@@ -77,6 +86,7 @@ def create_store(
             if layout == "striped":
                 _claim_drive(manifest, drive, slice_folder(short_id))
             check_drive(manifest, drive)
+        check_files(manifest)
         ingest(manifest, checkpoint, progress)
     return home
 
@@ -226,6 +236,7 @@ def _claim_drive(manifest: Manifest, drive: DriveInfo, folder_name: str) -> None
         return  # slices were written here before: a missing marker means this is not the drive
     try:
         folder.mkdir(exist_ok=True)
+        fsync_path(drive.path)
         write_marker(folder, manifest.store_uuid, drive)
     except OSError as e:
         raise drive_error(drive, e) from None
@@ -240,6 +251,7 @@ def lock_home(home: Path) -> Iterator[None]:
     """
     try:
         home.mkdir(parents=True, exist_ok=True)
+        fsync_path(home.parent)
         fd = os.open(home / "create.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as e:
         raise StoreError(
