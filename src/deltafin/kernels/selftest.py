@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ def _cases() -> Iterator[tuple[str, _Run, _Run]]:
 
     q, kv_b, cache = rand(t, h * (d + rope)), rand(h * 2 * d, lora).bfloat16() / 8, rand(70, lora + rope)
 
-    sizes = {"heads": h, "nope": d, "rope": rope, "v_dim": d, "kv_lora": lora}
+    sizes: dict[str, Any] = {"heads": h, "nope": d, "rope": rope, "v_dim": d, "kv_lora": lora}
     yield (
         "mla_attention",
         lambda: (kernels.mla_attention(q, kv_b, cache, 66, y, scale=0.1, **sizes),),

@@ -1,0 +1,17 @@
+"""Every test may change threads and instruction set; both are put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from deltafin import kernels
+
+
+@pytest.fixture(autouse=True)
+def _machine_restored() -> Iterator[None]:
+    threads, isa = kernels.threads(), kernels.isa()
+    yield
+    kernels.set_threads(threads)
+    kernels.select_isa(isa)
