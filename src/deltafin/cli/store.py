@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from deltafin.errors import ExitCode, Interrupted
 from deltafin.store.create import create_store
@@ -145,7 +145,9 @@ def _print_report(report: StoreReport) -> None:
         f"  {total / 1e9:,.2f} GB: experts {report.expert_bytes / 1e9:,.2f}, spine {report.spine_bytes / 1e9:,.2f}"
     )
     console.print(f"  {report.present_slices:,} of {report.slices:,} slices present")
-    table = Table("drive", "directory", "state", "share", "GB present", "GB", "files", "measured MB/s")
+    table = Table(
+        "drive", Column("directory", overflow="fold"), "state", "share", "GB present", "GB", "files", "measured MB/s"
+    )
     weights = sum(d.weight for d in report.drives)
     for d in report.drives:
         state = f"{len(d.damaged_files)} files damaged" if d.damaged_files else d.state

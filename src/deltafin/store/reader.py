@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -29,6 +30,9 @@ reads."""
 
 PIECE_BYTES = 4 << 20
 """Longer extents are read as several requests, so that a lone expert still uses the drive's depth."""
+
+SWITCH_SECONDS = 0.0005
+"""How long a thread that computes in Python may keep a drive's worker waiting."""
 
 RETRIES = 2
 """Times a failed or corrupt read is repeated: cables and hubs fail once; a bad cell fails every time."""
@@ -248,6 +252,9 @@ class Reader:
         self._files: list[DirectFile | None] = [None] * len(files)
         self._open_lock = threading.Lock()
         self._closed = False
+        # Between reads a worker needs the interpreter for microseconds. By default it would wait five milliseconds
+        # for it whenever another thread computes in Python: 64 small reads took 138 ms instead of 13.
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._threads = [
             threading.Thread(target=self._work, args=(queue,), name=f"drive-{queue.drive.index}", daemon=True)
             for queue in self._queues
