@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import deltafin.store.create as create_module
 import deltafin.store.ingest as ingest_module
+import deltafin.store.meter as meter_module
 from deltafin.errors import (
     DriveError,
     DriveFullError,
@@ -135,7 +136,7 @@ def test_what_an_install_consists_of(tiny_once: Path, tmp_path: Path) -> None:
 
 
 def test_progress_adds_up(tiny_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest_module, "REPORT_SECONDS", 0.0001)
+    monkeypatch.setattr(meter_module, "REPORT_SECONDS", 0.0001)
     seen: list[IngestProgress] = []
     create_store(tiny_once, make_drives(tmp_path, (1.0, 1.0)), layout="striped", progress=seen.append)
     done = [p.done_bytes for p in seen]

@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -28,6 +28,7 @@ from deltafin.store.drives import (
 from deltafin.store.files import fsync_path, write_atomic
 from deltafin.store.ingest import drive_error, ingest
 from deltafin.store.manifest import MANIFEST_NAME, Manifest, write_manifest
+from deltafin.store.meter import Progress
 from deltafin.store.slicing import InstallPlan, plan_in_place, plan_striped
 from deltafin.store.types import DriveInfo, DriveSpec, IngestProgress
 
@@ -42,7 +43,7 @@ def create_store(
     *,
     layout: Layout,
     home: Path | None = None,
-    progress: Callable[[IngestProgress], None] | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Creates an install, or continues an unfinished one; a finished one returns at once.
 
@@ -133,7 +134,7 @@ def _begin(
     specs: Sequence[DriveSpec],
     layout: Layout,
     short_id: str,
-    progress: Callable[[IngestProgress], None] | None,
+    progress: Progress | None,
 ) -> None:
     if layout == "striped":
         weights = [spec.weight for spec in specs]
@@ -172,9 +173,7 @@ def _plan_in_place(checkpoint: Checkpoint, places: Sequence[Path]) -> InstallPla
     return plan_in_place(checkpoint, files)
 
 
-def _measure(
-    checkpoint: Checkpoint, places: Sequence[Path], progress: Callable[[IngestProgress], None] | None
-) -> list[float]:
+def _measure(checkpoint: Checkpoint, places: Sequence[Path], progress: Progress | None) -> list[float]:
     total = sum(checkpoint.files.values())
     rates = [0.0] * len(places)
     if total < _MEASURE_FROM_BYTES or len(places) == 1:

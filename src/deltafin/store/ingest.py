@@ -12,31 +12,27 @@ import os
 import queue
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from deltafin.checkpoint import Checkpoint, Run
-from deltafin.errors import DriveError, DriveFullError, Interrupted, ReadError, StoreError
-from deltafin.store.buffers import AlignedBuffer
-from deltafin.store.direct import DirectFile
+from deltafin.checkpoint import Checkpoint
+from deltafin.errors import DriveError, DriveFullError, Interrupted, StoreError
 from deltafin.store.files import fsync_path, sync
 from deltafin.store.manifest import Manifest, PresenceLog
-from deltafin.store.types import PAGE, SLICE_ALIGN, SPINE_PAGE, DriveInfo, IngestProgress
+from deltafin.store.meter import REPORT_SECONDS, Meter, Progress
+from deltafin.store.source import AGAIN, BlobSource
+from deltafin.store.types import SLICE_ALIGN, DriveInfo
 
 BATCH_BYTES = 256 << 20
 """Unsynced bytes per drive: large enough that syncing costs little, small enough to redo after a kill."""
 
 BATCH_SECONDS = 2.0
-REPORT_SECONDS = 0.2
-_AGAIN = "finished work is kept: run the same command again to continue"
 _ZEROS = bytes(SLICE_ALIGN)
 
-Progress = Callable[[IngestProgress], None]
 Row = tuple[int, int, int]  # blob, part, checksum
 
 
@@ -125,7 +121,7 @@ def ingest(manifest: Manifest, checkpoint: Checkpoint, progress: Progress | None
         log.close()
     meter.report(shared.moved, force=True)
     if interrupted:
-        raise Interrupted("the install is unfinished", remedy=_AGAIN)
+        raise Interrupted("the install is unfinished", remedy=AGAIN)
     if shared.failures:
         raise shared.failures[0]
 
@@ -220,115 +216,6 @@ class _Mover(threading.Thread):
         return rows
 
 
-class BlobSource:
-    """Reads a blob's bytes out of the checkpoint, gathering scattered ones. One per thread.
-
-    Args:
-        manifest: of the install, which numbers blobs and places spine tensors.
-        checkpoint: the released files.
-    """
-
-    def __init__(self, manifest: Manifest, checkpoint: Checkpoint) -> None:
-        self._manifest = manifest
-        self._checkpoint = checkpoint
-        self._files: dict[str, DirectFile] = {}
-        self._blob = AlignedBuffer(1)
-        self._scratch = AlignedBuffer(1)
-        self._unit: tuple[int, int, list[tuple[int, Run]]] = (0, 0, [])
-
-    def read(self, blob: int) -> memoryview:
-        """The bytes of ``blob``, valid until the next call.
-
-        Raises:
-            ReadError: the checkpoint cannot be read.
-        """
-        runs, nbytes = self._runs(blob)
-        if len(runs) == 1 and runs[0][1].nbytes == nbytes:
-            self._blob, view = self._direct(self._blob, runs[0][1])
-            return view
-        self._blob = _at_least(self._blob, nbytes)
-        target = self._blob.view[:nbytes]
-        target[:] = bytes(nbytes)  # padding between tensors is part of the slice and of its checksum
-        for at, run in runs:
-            self._scratch, view = self._direct(self._scratch, run)
-            target[at : at + run.nbytes] = view
-        return target
-
-    def close(self) -> None:
-        """Closes the shards."""
-        for file in self._files.values():
-            file.close()
-
-    def _runs(self, blob: int) -> tuple[list[tuple[int, Run]], int]:
-        m = self._manifest
-        first, end = int(m.first[blob]), int(m.first[blob + 1])
-        begin = int(m.at[first])
-        nbytes = int(m.at[end - 1] + m.length[end - 1]) - begin
-        if blob < m.expert_blobs:
-            layer, expert = divmod(blob, m.config.experts)
-            runs = self._checkpoint.expert_runs(layer + m.config.dense_layers, expert)
-            starts = np.cumsum([0, *(run.nbytes for run in runs)]).tolist()
-            return list(zip(starts, runs, strict=False)), nbytes
-        return _cut(self._unit_runs(blob), begin, begin + nbytes), nbytes
-
-    def _unit_runs(self, blob: int) -> list[tuple[int, Run]]:
-        """Where the unit that contains ``blob`` comes from, sorted by position in its buffer."""
-        low, high, runs = self._unit
-        if low <= blob < high:
-            return runs
-        m = self._manifest
-        key = next(k for k, u in m.units.items() if u.first_blob <= blob < u.first_blob + u.blobs)
-        tensors = self._checkpoint.spine_units()[key]
-        runs = sorted(
-            (m.tensor_offsets[name], Run(info.file, info.offset, info.nbytes)) for name, info in tensors.items()
-        )
-        self._unit = (m.units[key].first_blob, m.units[key].first_blob + m.units[key].blobs, runs)
-        return runs
-
-    def _direct(self, buffer: AlignedBuffer, run: Run) -> tuple[AlignedBuffer, memoryview]:
-        lead = run.offset % PAGE
-        wanted = lead + run.nbytes
-        buffer = _at_least(buffer, wanted)
-        path = self._checkpoint.folder / run.file
-        try:
-            file = self._files.get(run.file)
-            if file is None:
-                file = self._files[run.file] = DirectFile(path.resolve())
-            file.read(buffer.view[: -(-wanted // PAGE) * PAGE], run.offset - lead, wanted)
-        except (OSError, EOFError) as e:
-            reason = (e.strerror if isinstance(e, OSError) else None) or e
-            raise ReadError(
-                f"{path}, bytes {run.offset} to {run.offset + run.nbytes}: {reason}",
-                remedy="fetch this file again from the model's repository; " + _AGAIN,
-            ) from None
-        return buffer, buffer.view[lead:wanted]
-
-
-def _at_least(buffer: AlignedBuffer, nbytes: int) -> AlignedBuffer:
-    return buffer if buffer.view.nbytes >= nbytes else AlignedBuffer(max(nbytes, SPINE_PAGE))
-
-
-def _cut(runs: list[tuple[int, Run]], begin: int, end: int) -> list[tuple[int, Run]]:
-    """The part of ``runs`` between two positions, relative to the first; touching neighbours merged."""
-    index = max(0, bisect_right(runs, begin, key=lambda item: item[0]) - 1)
-    cut: list[tuple[int, Run]] = []
-    for at, run in runs[index:]:
-        if at >= end:
-            break
-        low, high = max(at, begin), min(at + run.nbytes, end)
-        if low >= high:
-            continue
-        part = Run(run.file, run.offset + low - at, high - low)
-        if cut:
-            previous_at, previous = cut[-1]
-            touches = previous_at + previous.nbytes == low - begin
-            if touches and previous.file == part.file and previous.offset + previous.nbytes == part.offset:
-                cut[-1] = (previous_at, Run(part.file, previous.offset, previous.nbytes + part.nbytes))
-                continue
-        cut.append((low - begin, part))
-    return cut
-
-
 class _Writer(threading.Thread):
     """Writes one drive's slices and makes them durable in batches."""
 
@@ -416,15 +303,15 @@ class _Writer(threading.Thread):
 def drive_error(drive: DriveInfo, error: OSError) -> DriveError:
     """The error a user should see when writing to ``drive`` failed."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DriveFullError(f"drive {drive.index}, {drive.path}, is full", remedy=f"free some space; {_AGAIN}")
+        return DriveFullError(f"drive {drive.index}, {drive.path}, is full", remedy=f"free some space; {AGAIN}")
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return DriveError(
             f"drive {drive.index}, {drive.path}, cannot be written: {error.strerror}",
-            remedy=f"make it writable for this user; {_AGAIN}",
+            remedy=f"make it writable for this user; {AGAIN}",
         )
     return DriveError(
         f"drive {drive.index}, {drive.path}, failed while writing: {error.strerror}",
-        remedy=f"check the drive and its cable; {_AGAIN}",
+        remedy=f"check the drive and its cable; {AGAIN}",
     )
 
 
@@ -460,56 +347,3 @@ def _check_space(manifest: Manifest) -> None:
                 f"drive {drive.index}, {drive.path}, has {available / 1e9:.1f} GB free of {nbytes / 1e9:.1f} needed",
                 remedy="free some space or add a drive",
             )
-
-
-class Meter:
-    """Turns byte counts into progress reports.
-
-    Args:
-        manifest: of the install.
-        progress: receives the reports.
-        phase: ``copy`` and ``checksum`` count towards all slices, ``verify`` towards those present.
-    """
-
-    def __init__(self, manifest: Manifest, progress: Progress | None, phase: str) -> None:
-        self._progress = progress
-        self._phase = phase
-        present = int(manifest.length[manifest.present].sum())
-        self._total = present if phase == "verify" else int(manifest.length.sum())
-        self._resumed = 0 if phase == "verify" else present
-        self._start = self._last = time.monotonic()
-        self._moved = [0] * len(manifest.drives)
-        self._rates = [0.0] * len(manifest.drives)
-
-    def report(self, moved: Iterable[int], *, force: bool = False) -> None:
-        """Reports when it is time again, or when forced.
-
-        Args:
-            moved: bytes of each drive since the meter was made.
-            force: report now.
-        """
-        now = time.monotonic()
-        elapsed = now - self._last
-        if self._progress is None or (elapsed < REPORT_SECONDS and not force):
-            return
-        moved = list(moved)
-        if elapsed > 0:
-            fresh = 1 - 0.5 ** (elapsed / 2.0)  # half of what is shown happened in the last two seconds
-            self._rates = [
-                rate + fresh * ((n - before) / elapsed - rate)
-                for rate, n, before in zip(self._rates, moved, self._moved, strict=True)
-            ]
-        self._last, self._moved = now, moved
-        done = self._resumed + sum(moved)
-        average = sum(moved) / max(now - self._start, 1e-9)
-        eta = (self._total - done) / average if average > 0 else None
-        self._progress(
-            IngestProgress(
-                phase=self._phase,
-                done_bytes=done,
-                total_bytes=self._total,
-                resumed_bytes=self._resumed,
-                bytes_per_s=tuple(self._rates),
-                eta_seconds=0.0 if done >= self._total else eta,
-            )
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,11 +16,12 @@ from deltafin.errors import StoreError
 from deltafin.store.buffers import aligned_memory
 from deltafin.store.create import check_identity, lock_home
 from deltafin.store.drives import check_drive
-from deltafin.store.ingest import Meter, ingest
+from deltafin.store.ingest import ingest
 from deltafin.store.manifest import Manifest, PresenceLog
+from deltafin.store.meter import Meter, Progress
 from deltafin.store.reader import DEFAULT_DEPTH, Reader, raise_file_limit
 from deltafin.store.store import check_metadata, find_home
-from deltafin.store.types import PAGE, Extent, IngestProgress, ReadPlan
+from deltafin.store.types import PAGE, Extent, ReadPlan
 
 _REFETCH = "fetch this file again from the model's repository, then run deltafin store create again"
 
@@ -73,7 +73,7 @@ def verify_store(
     *,
     depth: int | None = None,
     max_bytes_per_s: float | None = None,
-    progress: Callable[[IngestProgress], None] | None = None,
+    progress: Progress | None = None,
 ) -> VerifyReport:
     """Reads every present slice and compares it with its checksum; changes nothing.
 
@@ -112,9 +112,7 @@ def verify_store(
     )
 
 
-def repair_store(
-    home: Path, checkpoint_dir: Path, progress: Callable[[IngestProgress], None] | None = None
-) -> VerifyReport:
+def repair_store(home: Path, checkpoint_dir: Path, progress: Progress | None = None) -> VerifyReport:
     """Verifies, then writes damaged and absent slices again from the released files.
 
     Returns:
@@ -143,9 +141,7 @@ def repair_store(
     return report
 
 
-def _read_all(
-    m: Manifest, reader: Reader, depth: int, progress: Callable[[IngestProgress], None] | None
-) -> list[BadSlice]:
+def _read_all(m: Manifest, reader: Reader, depth: int, progress: Progress | None) -> list[BadSlice]:
     """Keeps every drive's queue filled, each in the order of its files, until all present slices are read."""
     drive_of_file = np.array([entry.drive for entry in m.files])
     order = m.reading_order()
