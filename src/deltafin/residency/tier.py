@@ -1,60 +1,79 @@
 """Which experts stay in memory after use: a pure policy over (layer, expert) keys.
 
 A plain LRU smaller than one token's working set never hits, because every token sweeps the layers in the same order and
-evicts what it will need next. Here each expert carries a use count that decays by age, and a newcomer replaces the
-least used entry only when it has been used more; ties keep what is there. So a sweep cannot flush the tier.
+evicts what it will need next. Here the expert whose next use is expected last leaves, as Belady's optimum does with the
+true next use. The expectation comes from ``UseModel``: experts popular in the long run stay (they are as good as
+pinned), experts of the present topic come and go at the margin, and an expert that was used once displaces nobody who
+is likelier to return. So a sweep cannot flush the tier.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Container
+from collections.abc import Container, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from deltafin.residency.usage import UseModel
 
 Key = tuple[int, int]
 
 
 class ExpertTierPolicy:
-    """Decayed-frequency admission and eviction.
+    """Admission and eviction by expected time of next use.
 
     Args:
         capacity: experts that fit.
-        half_life: tokens after which a past use counts half.
+        first: first layer with routed experts; keys carry layer numbers from there on.
+        model: chances of use; shared with whoever else needs them, fed only through ``observe`` here.
     """
 
-    def __init__(self, capacity: int, *, half_life: int = 64) -> None:
+    def __init__(self, capacity: int, *, first: int, model: UseModel) -> None:
         if capacity < 0:
             raise ValueError("capacity must not be negative")
         self.capacity = capacity
-        self._growth = 2.0 ** (1.0 / half_life)
-        self._unit = 1.0
-        self._heat: dict[Key, float] = {}
-        self._kept: set[Key] = set()
-        # Counts never shrink between rescalings, so a stored count is a lower bound and the heap can be repaired
-        # lazily.
-        self._coldest: list[tuple[float, Key]] = []
+        self.model = model
+        self._first = first
+        total = model.layers * model.experts
+        self._kept = np.zeros(total, bool)
+        self._count = 0
+        self._layer_of = np.repeat(np.arange(model.layers), model.experts)
+        # Chances with the running token's uses included, as far as it has come.
+        self._chances = model.chances.copy()
+        self._layer = 0
+        # Kept experts in the order they would leave, last to go first, made when the first newcomer of a layer asks.
+        self._leaving: list[tuple[float, int]] | None = None
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._kept
+        return bool(self._kept[self._index(key)])
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return self._count
 
-    def next_token(self) -> None:
-        """Ages all counts by one token, by making the next use worth more instead of touching every count."""
-        self._unit *= self._growth
-        if self._unit > 1e12:
-            scale = 1.0 / self._unit
-            self._heat = {k: h * scale for k, h in self._heat.items() if h * scale > 1e-9}
-            self._unit = 1.0
-            self._coldest = [(self._heat.get(k, 0.0), k) for k in self._kept]
-            heapq.heapify(self._coldest)
+    @property
+    def holds_all(self) -> bool:
+        """Whether there is room for every expert, so that nothing needs to be decided."""
+        return self.capacity >= len(self._kept)
 
-    def use(self, key: Key) -> None:
-        """Counts a real route."""
-        self._heat[key] = self._heat.get(key, 0.0) + self._unit
+    def begin_layer(self, layer: int, experts: Sequence[int]) -> None:
+        """A pass uses ``experts`` of ``layer``: real routes only."""
+        if self.holds_all:
+            return
+        self._layer = layer - self._first
+        self._leaving = None
+        span = slice(self._layer * self.model.experts, (self._layer + 1) * self.model.experts)
+        self._chances[span] = self.model.after_layer(self._layer, np.asarray(experts, np.int64))
+
+    def observe(self, routes: npt.NDArray[np.integer]) -> None:
+        """Tokens were committed; ``routes`` [tokens, layers, k]. Uses of abandoned rows are forgotten."""
+        if self.holds_all:
+            return
+        self.model.observe(routes)
+        self._chances[:] = self.model.chances
+        self._leaving = None
 
     def admit(self, key: Key, *, leased: Container[Key] = ()) -> tuple[bool, Key | None]:
-        """Decides whether a just-used expert stays.
+        """Decides whether a just-used expert of the current layer stays.
 
         Args:
             key: the expert whose bytes are at hand.
@@ -63,38 +82,96 @@ class ExpertTierPolicy:
         Returns:
             (stays, victim to drop for it or None).
         """
-        if key in self._kept:
+        index = self._index(key)
+        if self._kept[index]:
             return True, None
         victim = None
-        if len(self._kept) >= self.capacity:
-            coldest = self._find_coldest(leased)
-            heat = self._heat.get(key, 0.0)
-            if coldest is None or coldest[0] >= heat:
+        if self._count >= self.capacity:
+            # Its own next chance is one whole sweep away.
+            expected = self.model.layers / float(self._chances[index])
+            found = self._last_expected(leased)
+            if found is None or found[0] <= expected:
                 return False, None
-            victim = coldest[1]
-            self._kept.discard(victim)
-        self._kept.add(key)
-        heapq.heappush(self._coldest, (self._heat.get(key, 0.0), key))
+            victim = found[1]
+            self._forget(victim)
+        self._kept[index] = True
+        self._count += 1
         return True, victim
 
-    def drop(self, key: Key) -> None:
-        """Forgets that ``key`` is kept (its count remains)."""
-        self._kept.discard(key)
+    def insert(self, key: Key) -> None:
+        """Keeps ``key`` without asking, for warming an empty tier.
 
-    def _find_coldest(self, leased: Container[Key]) -> tuple[float, Key] | None:
-        skipped, found = [], None
-        while self._coldest:
-            heat, key = self._coldest[0]
-            now = self._heat.get(key, 0.0)
-            if key not in self._kept:
-                heapq.heappop(self._coldest)
-            elif now > heat:
-                heapq.heapreplace(self._coldest, (now, key))
-            elif key in leased:
-                skipped.append(heapq.heappop(self._coldest))
-            else:
-                found = (heat, key)
-                break
-        for entry in skipped:
-            heapq.heappush(self._coldest, entry)
-        return found
+        Raises:
+            ValueError: the tier is full.
+        """
+        index = self._index(key)
+        if self._kept[index]:
+            return
+        if self._count >= self.capacity:
+            raise ValueError("the tier is full")
+        self._kept[index] = True
+        self._count += 1
+
+    def drop(self, key: Key) -> None:
+        """Forgets that ``key`` is kept."""
+        if key in self:
+            self._forget(key)
+
+    def evict(self, leased: Container[Key] = ()) -> Key | None:
+        """Drops and names the entry expected last; None when all are leased or there is none."""
+        found = self._last_expected(leased)
+        if found is None:
+            return None
+        self._forget(found[1])
+        return found[1]
+
+    def _forget(self, key: Key) -> None:
+        self._kept[self._index(key)] = False
+        self._count -= 1
+
+    def _index(self, key: Key) -> int:
+        return (key[0] - self._first) * self.model.experts + key[1]
+
+    def _last_expected(self, leased: Container[Key]) -> tuple[float, Key] | None:
+        """(layers until the expected next use, key) of the kept entry expected last."""
+        for attempt in range(2):
+            if not self._leaving:
+                if attempt and self._leaving is not None:
+                    return None
+                self._leaving = self._departures()
+            skipped = []
+            found = None
+            while self._leaving:
+                when, index = self._leaving[-1]
+                key = (self._first + index // self.model.experts, index % self.model.experts)
+                if not self._kept[index]:
+                    self._leaving.pop()
+                elif key in leased:
+                    skipped.append(self._leaving.pop())
+                else:
+                    found = when, key
+                    break
+            self._leaving.extend(reversed(skipped))
+            if found is not None:
+                return found
+            if skipped:
+                # Everything listed is leased: look at all entries, which happens only in very small tiers.
+                self._leaving = self._departures(everything=True)
+                free = [entry for entry in self._leaving if self._key(entry[1]) not in leased]
+                return (free[-1][0], self._key(free[-1][1])) if free else None
+        return None
+
+    def _key(self, index: int) -> Key:
+        return self._first + index // self.model.experts, index % self.model.experts
+
+    def _departures(self, *, everything: bool = False) -> list[tuple[float, int]]:
+        kept = np.flatnonzero(self._kept)
+        layers = self.model.layers
+        ahead = (self._layer_of[kept] - self._layer - 1) % layers + 1
+        when = layers / self._chances[kept] - layers + ahead
+        few = min(len(kept), 64)
+        if few < len(kept) and not everything:
+            kept_few = np.argpartition(when, len(kept) - few)[-few:]
+            kept, when = kept[kept_few], when[kept_few]
+        order = np.argsort(when, kind="stable")
+        return list(zip(when[order].tolist(), kept[order].tolist(), strict=True))
