@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import psutil
 import torch
 
@@ -15,11 +17,15 @@ from deltafin.checkpoint.config import K3Config
 from deltafin.drafting.drafts import CONTEXT_ROWS, MAX_WIDTH, Candidate, DraftChoice, Drafts, find
 from deltafin.errors import DeltafinError, MemoryBudgetError
 from deltafin.generation.session import Session
+from deltafin.history.heat import Heat, load
+from deltafin.history.recorder import RouteRecorder
+from deltafin.history.trace import TraceShape, TraceWriter
 from deltafin.kernels import selftest
 from deltafin.model.target import Target
 from deltafin.model.weights import head_weights
 from deltafin.residency.budget import MemoryPlan, plan_memory
-from deltafin.residency.machine import available_memory
+from deltafin.residency.machine import MemoryWatch, available_memory
+from deltafin.residency.usage import UseModel
 from deltafin.store.store import Store
 from deltafin.streaming.experts import ExpertStream
 from deltafin.streaming.spine import Spine
@@ -50,6 +56,10 @@ class EngineOptions:
         draft_always: draft at every step instead of when it pays (for experiments and tests).
         raw: sessions are raw completions (only these may use Qwen).
         reserve: bytes of the budget that are promised to others, such as kept state points.
+        prefetch: whether experts are read ahead of their router.
+        heat: folder of heat histograms; None neither reads nor keeps any.
+        trace: new file that receives the routes of every committed token.
+        available: what tells the machine's free bytes while running (for tests).
     """
 
     ram: int | None = None
@@ -65,6 +75,10 @@ class EngineOptions:
     draft_always: bool = False
     raw: bool = False
     reserve: int = 0
+    prefetch: bool = True
+    heat: Path | None = None
+    trace: Path | None = None
+    available: Callable[[], int] = available_memory
 
 
 class Engine:
@@ -87,11 +101,16 @@ class Engine:
         rows = self.plan.prefill_rows
         self.prefill_rows = min(rows, options.prefill_rows) if options.prefill_rows else rows
         tier = self.plan.frames.tier
+        self._planned_tier = tier if options.tier is None else min(tier, options.tier)
+        self.recorder, model = recorder_for(store, options)
+        self._memory = MemoryWatch(options.available)
         self.experts = ExpertStream(
             store,
             in_flight=self.plan.frames.in_flight,
-            tier=tier if options.tier is None else min(tier, options.tier),
+            tier=self._planned_tier,
             stop=self.stop,
+            model=model,
+            ahead=options.prefetch,
         )
         self.spine = Spine(store, resident=self.plan.resident_units, buffers=self.plan.stream_buffers, stop=self.stop)
         order = {layer: store.file_order(layer, range(self.config.experts)) for layer in self.config.moe_layers}
@@ -175,8 +194,22 @@ class Engine:
             return
         self.target.taps, self.target.tap_rows = found.taps, CONTEXT_ROWS
 
+    def observe(self, count: int) -> None:
+        """The first ``count`` rows of the last pass were committed: their routes become knowledge.
+
+        Also the moment between two passes at which the tier follows the machine's free memory.
+        """
+        routes = np.stack([ids[:count].numpy() for ids in self.target.routes], axis=1)
+        self.experts.observe(routes)
+        self.recorder.observe(routes)
+        now = self.experts.tier_capacity
+        frames = self._memory.tier_frames(now, self._planned_tier, self.store.expert_buffer_bytes)
+        if frames != now:
+            self.experts.resize_tier(frames)
+
     def close(self) -> None:
-        """Stops reads and closes the install."""
+        """Keeps the heat of this run, stops reads and closes the install."""
+        self.recorder.close()
         self.spine.close()
         self.store.close()
 
@@ -187,6 +220,29 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def heat_file(folder: Path, store: Store) -> Path:
+    """Where the heat of an install's model is kept."""
+    return folder / f"{hashlib.sha256(store.identity.encode()).hexdigest()[:32]}.heat"
+
+
+def recorder_for(store: Store, options: EngineOptions) -> tuple[RouteRecorder, UseModel]:
+    """What keeps this run's routes, and the chances of use as earlier runs leave them.
+
+    Raises:
+        UsageError: the trace file exists or cannot be written.
+    """
+    config = store.config
+    layers, experts, model = len(config.moe_layers), config.experts, store.identity
+    heat_path = None if options.heat is None else heat_file(options.heat, store)
+    known = Heat.empty(model, layers, experts) if heat_path is None else load(heat_path, model, layers, experts)
+    trace = None
+    if options.trace is not None:
+        trace = TraceWriter(options.trace, TraceShape(layers, experts, config.experts_per_token, model))
+    recorder = RouteRecorder(Heat.empty(model, layers, experts), heat_path, trace)
+    recorder.problem = known.problem
+    return recorder, UseModel(layers, experts, heat=known.counts, heat_tokens=known.tokens)
 
 
 def default_threads() -> int:

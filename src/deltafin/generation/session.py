@@ -180,6 +180,7 @@ class Session:
     def _clear(self) -> None:
         self.tokens, self._logits = [], None
         self.state = SequenceState.empty(self._engine.config, self.state.context)
+        self._engine.recorder.new_sequence()
         if self.drafter is not None:
             self.drafter.reset()
 
@@ -216,7 +217,7 @@ class Session:
     def _commit(self, tokens: Sequence[int]) -> None:
         self.state.commit(len(tokens))
         self._logits = None
-        self._engine.experts.next_token(len(tokens))
+        self._engine.observe(len(tokens))
         if self.drafter is not None:
             self.drafter.commit(tokens, self.state.taps)
 

@@ -1,8 +1,8 @@
 """The heat histogram of one model: decayed use counts per (layer, expert), merged safely across runs and processes.
 
 The file is a JSON header line, then fp32 counts [layers, experts]. Writers take turns by a lock file, add what they saw
-to what the file holds by then, and replace it in one step; so a kill loses at most the last interval, and a reader never
-sees half a file.
+to what the file holds by then, and replace it in one step; so a kill loses at most the last interval, and a reader
+never sees half a file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ HALF_LIFE = 4096.0
 
 _MAGIC = "deltafin-heat"
 _VERSION = 1
+_WAIT_SECONDS = 2.0
 _MAX_HEADER = 4096
 _MAX_COUNTS = 1 << 24
 _FADE = 2.0 ** (-1.0 / HALF_LIFE)
@@ -111,7 +113,7 @@ def merge(path: Path, seen: Heat, *, wait: bool = False) -> bool:
     """Adds ``seen`` to the file.
 
     Args:
-        wait: wait for another process that is writing; otherwise give up at once and try again later.
+        wait: wait up to two seconds for another process that is writing; otherwise give up at once and try again later.
 
     Returns:
         Whether it was added. Never raises for the file's sake: heat is advisory.
@@ -151,11 +153,17 @@ def _write(path: Path, heat: Heat) -> None:
 def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
+        # Never for ever: a stopped process may hold the lock, and heat is not worth hanging for.
+        until = time.monotonic() + (_WAIT_SECONDS if wait else 0.0)
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    yield False
+                    return
+                time.sleep(0.01)
         yield True
     finally:
         os.close(fd)

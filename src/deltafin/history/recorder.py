@@ -22,6 +22,9 @@ _log = logging.getLogger(__name__)
 class RouteRecorder:
     """Keeps committed routes until an interval is over.
 
+    Attributes:
+        problem: why an existing heat file was not used; empty otherwise.
+
     Args:
         seen: an empty histogram of the right shape.
         heat_file: where heat is merged into; None keeps none.
@@ -29,6 +32,7 @@ class RouteRecorder:
     """
 
     def __init__(self, seen: heat.Heat, heat_file: Path | None, trace: TraceWriter | None) -> None:
+        self.problem = ""
         self._seen = seen
         self._heat_file = heat_file
         self._trace = trace

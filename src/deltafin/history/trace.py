@@ -126,7 +126,8 @@ def _header(path: Path, line: bytes) -> TraceShape:
         numbers = [header[name] for name in ("layers", "experts", "k")]
         if not all(type(n) is int for n in numbers) or not isinstance(header["model"], str):
             raise ValueError
-        return TraceShape(*numbers, model=header["model"])
+        layers, experts, k = numbers
+        return TraceShape(layers, experts, k, header["model"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UsageError(f"{path} is not a router trace of this version", remedy=_REMEDY) from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,12 +89,14 @@ def forward(
     stream: ExpertStream,
     order: Sequence[int] | None,
     times: MoeTimes,
+    look_ahead: Callable[[], None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One MoE sublayer over all rows of a chunk; each needed expert is leased once.
 
     Args:
         x: normalised input, fp32 [T, hidden].
         blocks: consecutive row ranges that cover ``x``; transients exist for one at a time.
+        look_ahead: called once, when all reads of this layer have been given to the drives.
         order: the order in which experts lie on the drives (all of them), for a prefill; None reads in router order.
 
     Returns:
@@ -121,7 +123,11 @@ def forward(
     else:
         wanted = list(assignment.experts)
     slots = torch.empty(rows * k, config.latent)
+    looked = False
     with stream.fetch(layer, wanted) as batches:
+        if batches.submitted:
+            looked = True
+            look_ahead()
         # The reads have started; what needs no routed expert is computed while they are under way.
         out = torch.empty_like(x)
         for block in blocks:
@@ -143,6 +149,9 @@ def forward(
             )
             times.experts += time.perf_counter() - started
             stream.release(batch)
+            if not looked and batches.submitted:
+                looked = True
+                look_ahead()
     per_row = slots.view(rows, k, config.latent)
     for block in blocks:
         routed = kernels.combine_norm(per_row[block], weights[block], w.latent_norm, config.rms_eps)

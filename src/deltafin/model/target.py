@@ -22,13 +22,20 @@ from deltafin.model.weights import (
     KdaWeights,
     LayerWeights,
     MlpWeights,
+    MoeWeights,
     ResidualMix,
     head_weights,
     layer_weights,
 )
+from deltafin.residency.prefetch import RANKS_PER_EXPERT
 from deltafin.streaming.experts import ExpertStream
 from deltafin.streaming.spine import Spine, Tensors
 from deltafin.streaming.stop import StopFlag
+
+# Rows of a prefill chunk whose predicted routes are looked at, and how many must agree on an expert before it is
+# read ahead of its router: with three of 64 rows guessing it, that nobody in the chunk uses it hardly happens.
+_SAMPLE_ROWS = 64
+_SURE_ROWS = 3
 
 
 @dataclass(slots=True)
@@ -186,16 +193,62 @@ class Target:
             for block in blocks:
                 self._stop.check()
                 target[block] += moe.gated(config, w.mlp, self._mixed(w.mlp_mix, bank, target, block))
+            self._look_ahead(layer + 1, bank, target, state)
         else:
             x = torch.empty_like(target)
             for block in blocks:
                 x[block] = self._mixed(w.mlp_mix, bank, target, block)
             order = self._file_order(layer) if len(x) > 1 else None
-            out, ids = moe.forward(config, w.mlp, self._layout, layer, x, blocks, self._experts, order, self.times.moe)
+            out, ids = moe.forward(
+                config,
+                w.mlp,
+                self._layout,
+                layer,
+                x,
+                blocks,
+                self._experts,
+                order,
+                self.times.moe,
+                lambda: self._look_ahead(layer + 1, bank, target, state),
+            )
             target += out
             self.routes.append(ids)
         self.times.mlp += time.perf_counter() - started
         return target
+
+    def _look_ahead(
+        self, layer: int, bank: Sequence[torch.Tensor], accumulator: torch.Tensor, state: SequenceState
+    ) -> None:
+        """Lets the stream read ahead what ``layer``'s router would choose from the sums known now.
+
+        Missing from them are this layer's MLP (its experts are being read) and the next attention. Where the next
+        layer takes a snapshot, its mixture has the present accumulator among its sources all the same.
+        """
+        config = self.config
+        prefill = len(accumulator) > 1 and not state.partial
+        wraps = layer == config.layers
+        if wraps:
+            layer = config.dense_layers  # of the next pass, whose tokens nobody knows yet: history must do
+        if layer not in config.moe_layers or (wraps and prefill):
+            return
+
+        def predict(layer: int) -> Sequence[int] | None:
+            w = self._named.get(layer)
+            if w is None or not isinstance(w.mlp, MoeWeights) or wraps:
+                return None
+            rows = slice(max(0, len(accumulator) - _SAMPLE_ROWS), len(accumulator))
+            x = self._mixed(w.mlp_mix, bank, accumulator, rows)
+            scores = torch.sigmoid(kernels.linear(x, w.mlp.router)) + w.mlp.router_bias
+            if not prefill:
+                best = scores.amax(dim=0).topk(min(RANKS_PER_EXPERT * config.experts_per_token, config.experts)).indices
+                ranked: list[int] = best.tolist()
+                return ranked
+            chosen = torch.bincount(
+                scores.topk(config.experts_per_token, dim=1).indices.reshape(-1), minlength=config.experts
+            ).tolist()
+            return [expert for expert in self._file_order(layer) if chosen[expert] >= _SURE_ROWS]
+
+        self._experts.look_ahead(layer, predict, long=prefill)
 
     def _attend(self, layer: int, w: LayerWeights, x: torch.Tensor, state: SequenceState, block: slice) -> torch.Tensor:
         if isinstance(w.attention, KdaWeights):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
+from deltafin.residency.pressure import reserve_bytes, tier_under_pressure
+
+WATCH_SECONDS = 1.0
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -14,6 +19,29 @@ def available_memory() -> int:
     free = int(psutil.virtual_memory().available)
     room = _cgroup_room()
     return free if room is None else min(free, room)
+
+
+class MemoryWatch:
+    """Looks at the free memory from time to time and says how many expert frames the tier may have.
+
+    Args:
+        available: the machine's free bytes.
+        every: seconds between two looks.
+    """
+
+    def __init__(self, available: Callable[[], int], *, every: float = WATCH_SECONDS) -> None:
+        self._available = available
+        self._every = every
+        self._reserve = reserve_bytes(int(psutil.virtual_memory().total))
+        self._next = time.monotonic() + every
+
+    def tier_frames(self, now: int, planned: int, frame_bytes: int) -> int:
+        """Frames from now on, see ``tier_under_pressure``."""
+        if time.monotonic() < self._next:
+            return now
+        self._next = time.monotonic() + self._every
+        available = self._available()
+        return tier_under_pressure(now, planned, frame_bytes=frame_bytes, available=available, reserve=self._reserve)
 
 
 def _cgroup_room() -> int | None:

@@ -98,19 +98,10 @@ class ExpertTierPolicy:
         self._count += 1
         return True, victim
 
-    def insert(self, key: Key) -> None:
-        """Keeps ``key`` without asking, for warming an empty tier.
-
-        Raises:
-            ValueError: the tier is full.
-        """
-        index = self._index(key)
-        if self._kept[index]:
-            return
-        if self._count >= self.capacity:
-            raise ValueError("the tier is full")
-        self._kept[index] = True
-        self._count += 1
+    def kept_in(self, layer: int) -> set[int]:
+        """Experts of ``layer`` that are kept."""
+        begin = self._index((layer, 0))
+        return set(np.flatnonzero(self._kept[begin : begin + self.model.experts]).tolist())
 
     def drop(self, key: Key) -> None:
         """Forgets that ``key`` is kept."""
@@ -134,44 +125,34 @@ class ExpertTierPolicy:
 
     def _last_expected(self, leased: Container[Key]) -> tuple[float, Key] | None:
         """(layers until the expected next use, key) of the kept entry expected last."""
-        for attempt in range(2):
-            if not self._leaving:
-                if attempt and self._leaving is not None:
-                    return None
-                self._leaving = self._departures()
-            skipped = []
-            found = None
+        if self._leaving is None:
+            self._leaving = self._departures(64)
+        for again in (True, False):
+            held: list[tuple[float, int]] = []
             while self._leaving:
                 when, index = self._leaving[-1]
-                key = (self._first + index // self.model.experts, index % self.model.experts)
-                if not self._kept[index]:
-                    self._leaving.pop()
-                elif key in leased:
-                    skipped.append(self._leaving.pop())
-                else:
-                    found = when, key
-                    break
-            self._leaving.extend(reversed(skipped))
-            if found is not None:
-                return found
-            if skipped:
-                # Everything listed is leased: look at all entries, which happens only in very small tiers.
-                self._leaving = self._departures(everything=True)
-                free = [entry for entry in self._leaving if self._key(entry[1]) not in leased]
-                return (free[-1][0], self._key(free[-1][1])) if free else None
+                key = self._key(index)
+                if self._kept[index] and key not in leased:
+                    self._leaving.extend(reversed(held))
+                    return when, key
+                entry = self._leaving.pop()
+                if self._kept[index]:
+                    held.append(entry)
+            if again:
+                self._leaving = self._departures(self._count)
         return None
 
     def _key(self, index: int) -> Key:
         return self._first + index // self.model.experts, index % self.model.experts
 
-    def _departures(self, *, everything: bool = False) -> list[tuple[float, int]]:
+    def _departures(self, count: int) -> list[tuple[float, int]]:
+        """The ``count`` kept entries expected last, the very last at the end: (layers until use, index)."""
         kept = np.flatnonzero(self._kept)
         layers = self.model.layers
         ahead = (self._layer_of[kept] - self._layer - 1) % layers + 1
         when = layers / self._chances[kept] - layers + ahead
-        few = min(len(kept), 64)
-        if few < len(kept) and not everything:
-            kept_few = np.argpartition(when, len(kept) - few)[-few:]
-            kept, when = kept[kept_few], when[kept_few]
+        if count < len(kept):
+            last = np.argpartition(when, len(kept) - count)[-count:]
+            kept, when = kept[last], when[last]
         order = np.argsort(when, kind="stable")
         return list(zip(when[order].tolist(), kept[order].tolist(), strict=True))

@@ -89,6 +89,14 @@ class UseModel:
         chances[used] += scale.sum()
         return np.maximum(chances, _FLOOR, out=chances)
 
+    def likeliest(self, layer: int, count: int) -> list[int]:
+        """The ``count`` experts of ``layer`` most likely to be used by the next token, likeliest first."""
+        chances = self.chances[layer * self.experts : (layer + 1) * self.experts]
+        count = min(count, self.experts)
+        best = np.argpartition(chances, self.experts - count)[-count:]
+        ranked: list[int] = best[np.argsort(-chances[best], kind="stable")].tolist()
+        return ranked
+
     def long_share(self) -> Floats:
         """Share of tokens that used each expert, over the long window, [layers * experts]."""
         shares: Floats = self._counts[-1] / np.maximum(self._tokens[-1], 1e-3)

@@ -24,6 +24,9 @@ from deltafin.errors import ReadError, SliceCorruptError, SliceError
 from deltafin.store.direct import DirectFile
 from deltafin.store.types import PAGE, DriveInfo, DriveStats, Extent, ReadCancelled, ReadPlan
 
+PREFETCH_DEPTH = 2
+"""Requests of prefetches in flight per drive: what a demand read may have to wait for at most."""
+
 DEFAULT_DEPTH = 4
 """Requests in flight per drive: enough to keep a consumer NVMe drive at its sequential limit with megabyte
 reads."""
@@ -159,7 +162,7 @@ class _Queue:
         self.tokens: SimpleQueue[bool] = SimpleQueue()  # one True per queued piece; False stops a worker
         self.limit = RateLimit(max_bytes_per_s) if max_bytes_per_s else None
         self.lock = threading.Lock()
-        self.bytes = self.reads = self.retries = self.active = 0
+        self.bytes = self.reads = self.retries = self.active = self.prefetching = 0
         self.busy = self.waited = self.busy_since = 0.0
 
     def put(self, piece: _Piece, *, prefetch: bool) -> None:
@@ -167,16 +170,24 @@ class _Queue:
         (self.prefetch if prefetch else self.demand).append(piece)
         self.tokens.put(True)
 
-    def take(self) -> _Piece | None:
-        # Pieces and tokens are equal in number, and deques pop atomically: no lock is needed here.
+    def take(self) -> tuple[_Piece, bool] | None:
+        """The next piece and whether it is a prefetch (then ``prefetch_over`` must follow)."""
+        # A token stands for every piece, and deques pop atomically: no lock is needed here.
         try:
-            return self.demand.popleft()
+            return self.demand.popleft(), False
         except IndexError:
             pass
-        try:
-            return self.prefetch.popleft()
-        except IndexError:
-            return None
+        with self.lock:
+            if self.prefetching >= PREFETCH_DEPTH or not self.prefetch:
+                return None
+            self.prefetching += 1
+            return self.prefetch.popleft(), True
+
+    def prefetch_over(self) -> None:
+        """A piece taken from the prefetches is done: one that had to wait for it may be taken now."""
+        with self.lock:
+            self.prefetching -= 1
+        self.tokens.put(True)
 
     def begin(self, queued: float) -> None:
         now = time.perf_counter()
@@ -321,9 +332,14 @@ class Reader:
             return
         self._closed = True
         for queue in self._queues:
-            while piece := queue.take():
-                if piece.ticket._claim(piece) is not None:
-                    piece.ticket._settle(ReadCancelled(piece.ticket._plan.name))
+            for pieces in (queue.demand, queue.prefetch):
+                while pieces:
+                    try:
+                        piece = pieces.popleft()
+                    except IndexError:  # a worker was quicker
+                        break
+                    if piece.ticket._claim(piece) is not None:
+                        piece.ticket._settle(ReadCancelled(piece.ticket._plan.name))
         for queue in self._queues:
             for _ in self._threads:
                 queue.tokens.put(False)
@@ -335,27 +351,32 @@ class Reader:
 
     def _work(self, queue: _Queue) -> None:
         while queue.tokens.get():
-            piece = queue.take()
-            if piece is None:
+            taken = queue.take()
+            if taken is None:
                 continue
-            ticket = piece.ticket
-            buffer = ticket._claim(piece)
-            if buffer is None:
-                continue
-            queue.begin(piece.queued)
-            error: BaseException | None = None
-            retries = 0
-            try:
-                retries = self._perform(piece, buffer, queue.limit)
-            except SliceError as e:
-                error = e.with_traceback(None)  # the frames in it would pin the buffer
-                error.__context__ = None
-            except BaseException as e:
-                error = e
-            queue.end(0 if error else piece.length, retries)
-            del buffer  # nothing of ours may pin the memory once the owner is told
-            ticket._settle(error)
-            del piece, ticket  # nor while this thread waits for its next request
+            self._serve(queue, taken[0])
+            if taken[1]:
+                queue.prefetch_over()
+            del taken  # it would pin the caller's memory while this thread waits for its next request
+
+    def _serve(self, queue: _Queue, piece: _Piece) -> None:
+        ticket = piece.ticket
+        buffer = ticket._claim(piece)
+        if buffer is None:
+            return
+        queue.begin(piece.queued)
+        error: BaseException | None = None
+        retries = 0
+        try:
+            retries = self._perform(piece, buffer, queue.limit)
+        except SliceError as e:
+            error = e.with_traceback(None)  # the frames in it would pin the buffer
+            error.__context__ = None
+        except BaseException as e:
+            error = e
+        queue.end(0 if error else piece.length, retries)
+        del buffer  # nothing of ours may pin the memory once the owner is told
+        ticket._settle(error)
 
     def _perform(self, piece: _Piece, buffer: memoryview, limit: RateLimit | None) -> int:
         """Reads one piece and, when it is the last of its extent, verifies the extent. Returns the retries

@@ -1,27 +1,37 @@
 """Expert leases: from the RAM tier at once, from the drives in arrival order, given back as soon as they are used.
 
-An expert's bytes live in a *frame*, one page-aligned buffer out of an arena that is mapped once. A frame is free,
-being read into, leased to the caller, or kept by the tier. The policy that decides who is kept is pure and lives in
-``residency``.
+An expert's bytes live in a *frame*. A frame is free, being read into, ready (read ahead of its layer), leased to the
+caller, or kept by the tier. Which experts are kept and which are read ahead is decided by pure policies in
+``residency``; here bytes move. Reads ahead queue behind all demand reads, and one that turns out useless is cancelled
+before it starts, or its frame is freed when it ends.
 """
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
+from deltafin.residency.prefetch import PrefetchPolicy
 from deltafin.residency.tier import ExpertTierPolicy, Key
-from deltafin.store.buffers import aligned_memory
+from deltafin.residency.usage import UseModel
 from deltafin.store.reader import Ticket
 from deltafin.store.store import Store
 from deltafin.store.types import ReadPlan
+from deltafin.streaming.arena import Arena
 from deltafin.streaming.stop import StopFlag
 
 _POLL_SECONDS = 0.1
+_LONGEST_WINDOW = 1.0  # seconds
+_SMOOTH = 0.1  # weight of the newest measurement of windows and read times
+
+Predict = Callable[[int], "Sequence[int] | None"]
+"""layer → all its experts, likeliest first, judged by its router; None when the router is not at hand."""
 
 
 @dataclass(slots=True)
@@ -40,7 +50,11 @@ class Lease:
 
 @dataclass(slots=True)
 class StreamStats:
-    """Counters since the engine started; bytes are blob bytes, seconds are the caller's waiting time."""
+    """Counters since the engine started; bytes are blob bytes, seconds are the caller's waiting time.
+
+    ``reads`` are experts that were read and used; ``ahead_used`` of them were started before their router had spoken.
+    ``ahead_wasted`` were started so and not used.
+    """
 
     tier_hits: int = 0
     reads: int = 0
@@ -48,59 +62,77 @@ class StreamStats:
     read_bytes: int = 0
     wait_seconds: float = 0.0
     evictions: int = 0
+    ahead_used: int = 0
+    ahead_cancelled: int = 0
+    ahead_wasted: int = 0
 
     def copy(self) -> StreamStats:
-        return StreamStats(
-            self.tier_hits, self.reads, self.tier_bytes, self.read_bytes, self.wait_seconds, self.evictions
-        )
+        return replace(self)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A read under way."""
+
+    frame: int
+    plan: ReadPlan
+    ahead: bool
+    wanted: bool
+    ticket: Ticket | None = None
 
 
 @dataclass(slots=True)
 class _Arrival:
     key: Key
-    frame: int
-    plan: ReadPlan
     error: BaseException | None
-
-
-@dataclass(slots=True)
-class _Arena:
-    """Frames of one expert each in one anonymous mapping; untouched frames cost no memory."""
-
-    count: int
-    frame_bytes: int
-    memory: memoryview = field(init=False)
-    base: int = field(init=False)
-    free: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.memory = aligned_memory(self.count * self.frame_bytes)
-        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.free = list(range(self.count - 1, -1, -1))
-
-    def view(self, frame: int) -> memoryview:
-        return self.memory[frame * self.frame_bytes : (frame + 1) * self.frame_bytes]
+    when: float
 
 
 class ExpertStream:
-    """Fetches experts for one layer at a time.
+    """Fetches experts for one layer at a time, and reads ahead for the next.
 
     Args:
         store: where the bytes come from.
         in_flight: frames that reads and leases may use at one time.
         tier: frames that may keep experts after use.
         stop: polled while waiting for reads.
+        model: chances of use, with the heat of earlier runs in it; None begins without.
+        ahead: whether reads ahead are made at all.
     """
 
-    def __init__(self, store: Store, *, in_flight: int, tier: int, stop: StopFlag) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        in_flight: int,
+        tier: int,
+        stop: StopFlag,
+        model: UseModel | None = None,
+        ahead: bool = True,
+    ) -> None:
         if in_flight < 1:
             raise ValueError("at least one frame must be free for reads")
+        config = store.config
         self._store = store
         self._stop = stop
-        self._arena = _Arena(in_flight + tier, store.expert_buffer_bytes)
-        self._policy = ExpertTierPolicy(tier)
+        self._first = config.dense_layers
+        self._layers, self._experts = len(config.moe_layers), config.experts
+        self._arena = Arena(in_flight + tier, store.expert_buffer_bytes)
+        self._model = model or UseModel(self._layers, config.experts)
+        self._policy = ExpertTierPolicy(tier, first=self._first, model=self._model)
+        self._prefetch = PrefetchPolicy(self._layers, config.experts_per_token)
+        self._ahead = ahead
         self._kept: dict[Key, Lease] = {}
         self._leased: dict[Key, Lease] = {}
+        self._flights: dict[Key, _Flight] = {}
+        self._ready: dict[Key, Lease] = {}
+        self._wishes: deque[Key] = deque()
+        self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        self._quiet_since = time.perf_counter()
+        self._long = False
+        self._windows = [0.0] * self._layers
+        self._read_seconds = 0.0
+        self._predict_seconds = 0.0
         self.blob_bytes = store.expert_layout.nbytes
         self.stats = StreamStats()
 
@@ -114,10 +146,35 @@ class ExpertStream:
         """Experts the tier keeps now."""
         return len(self._kept)
 
-    def next_token(self, count: int = 1) -> None:
-        """Tells the tier that ``count`` tokens have passed."""
-        for _ in range(count):
-            self._policy.next_token()
+    @property
+    def prefetch_policy(self) -> PrefetchPolicy:
+        """For its figures."""
+        return self._prefetch
+
+    def observe(self, routes: npt.NDArray[np.integer]) -> None:
+        """Tokens were committed with these routes, [tokens, layers, k]."""
+        self._policy.observe(routes)
+
+    def resize_tier(self, frames: int) -> None:
+        """Lets the tier keep ``frames`` experts from now on; what it must give up returns to the system at once.
+
+        Call it between passes.
+        """
+        change = frames - self._policy.capacity
+        self._policy.capacity = frames
+        if change > 0:
+            self._arena.revive(change)
+            return
+        self._abandon_ahead(())
+        while len(self._policy) > frames:
+            victim = self._policy.evict(self._leased)
+            if victim is None:
+                break
+            self._arena.retire(self._kept.pop(victim).frame)
+            self.stats.evictions += 1
+            change += 1
+        for _ in range(min(-change, len(self._arena.free) - 1)):
+            self._arena.retire(self._arena.free.pop(0))
 
     def fetch(self, layer: int, experts: Sequence[int]) -> Fetch:
         """Leases ``experts`` of ``layer``; use as a context and iterate over batches of leases.
@@ -144,15 +201,126 @@ class ExpertStream:
                 self._kept[key] = lease
             else:
                 self._arena.free.append(lease.frame)
+        if self._wishes:
+            self._grant_wishes()
+
+    # ---- reading ahead ----------------------------------------------------------------------------------------------
+
+    def look_ahead(self, layer: int, predict: Predict, *, long: bool = False) -> None:
+        """Starts reading experts that ``layer`` will probably use; to be called when all demand reads are submitted.
+
+        Args:
+            layer: the next layer with routed experts.
+            predict: asked only when the answer can pay for itself.
+            long: many rows are on their way, so that all predicted experts are needed: read in the given order for as
+                long as there are frames.
+        """
+        if not self._ahead or len(self._kept) == self._layers * self._experts:
+            return
+        index = layer - self._first
+        self._long = long
+        if long:
+            ranked = predict(layer) or ()
+            self._wishes = deque((layer, e) for e in ranked if not self._known((layer, e)))
+            self._grant_wishes()
+            return
+        window, read = self._windows[index], self._read_seconds
+        if not self._prefetch.worth_predicting(index, window=window, read=read, cost=self._predict_seconds):
+            return
+        started = time.perf_counter()
+        guesses: dict[str, Sequence[int]] = {}
+        by_router = predict(layer)
+        if by_router is not None:
+            guesses["router"] = by_router
+        if not self._policy.holds_all:  # otherwise nothing was learned about use
+            guesses["history"] = self._model.likeliest(index, self._prefetch.ranks)
+        present = self._policy.kept_in(layer)
+        chosen = self._prefetch.plan(index, guesses, present, window=window, read=read)
+        self._wishes = deque((layer, e) for e in chosen)
+        self._grant_wishes()
+        self._predict_seconds += _SMOOTH * (time.perf_counter() - started - self._predict_seconds)
+
+    def _measure_window(self, index: int, seconds: float) -> None:
+        if self._long:  # a prefill's windows say nothing about decoding
+            self._long = False
+            return
+        seconds = min(seconds, _LONGEST_WINDOW)  # between two prompts the drives are idle for minutes
+        known = self._windows[index]
+        self._windows[index] = known + _SMOOTH * (seconds - known) if known else seconds
+
+    def _known(self, key: Key) -> bool:
+        return key in self._kept or key in self._ready or key in self._flights
+
+    def _grant_wishes(self) -> None:
+        wishes, free = self._wishes, self._arena.free
+        while wishes and free:
+            key = wishes.popleft()
+            if not self._known(key):
+                try:
+                    self._start(key, ahead=True)
+                except Exception:
+                    # Whatever is wrong with it, the demand read will say so if it is really needed.
+                    wishes.clear()
+
+    def _abandon_ahead(self, wanted: Collection[Key]) -> None:
+        """Gives up everything read ahead that is not in ``wanted``."""
+        self._wishes.clear()
+        for key in [k for k in self._ready if k not in wanted]:
+            self._arena.free.append(self._ready.pop(key).frame)
+            self.stats.ahead_wasted += 1
+        for key, flight in self._flights.items():
+            if flight.ahead and flight.wanted and key not in wanted:
+                flight.wanted = False
+                assert flight.ticket is not None
+                flight.ticket.cancel()
+
+    # ---- reads ------------------------------------------------------------------------------------------------------
+
+    def _start(self, key: Key, *, ahead: bool) -> None:
+        plan = self._store.expert_plan(*key)
+        frame = self._arena.free.pop()
+        flight = self._flights[key] = _Flight(frame, plan, ahead, wanted=True)
+        arrivals = self._arrivals
+
+        def done(error: BaseException | None) -> None:
+            arrivals.put(_Arrival(key, error, time.perf_counter()))
+
+        try:
+            flight.ticket = self._store.reader.submit(plan, self._arena.view(frame), done, prefetch=ahead)
+        except BaseException:
+            del self._flights[key]
+            self._arena.free.append(frame)
+            raise
+
+    def _land(self, arrival: _Arrival) -> Lease | None:
+        """Accounts for a finished read: a lease to hand out, or None when it failed or nobody wants it any more."""
+        flight = self._flights.pop(arrival.key)
+        if arrival.error is not None or not flight.wanted:
+            self._arena.free.append(flight.frame)
+            if flight.ahead and not flight.wanted:
+                if arrival.error is None:
+                    self.stats.ahead_wasted += 1
+                else:
+                    self.stats.ahead_cancelled += 1
+            return None
+        return Lease(arrival.key, self._arena.address(flight.frame) + flight.plan.view_offset, flight.frame)
+
+    def _collect(self) -> None:
+        """Accounts for what has arrived outside a fetch: reads ahead."""
+        while True:
+            try:
+                arrival = self._arrivals.get_nowait()
+            except queue.Empty:
+                return
+            lease = self._land(arrival)
+            if lease is not None:
+                self._ready[arrival.key] = lease
 
     def _evict_one(self) -> None:
-        for key in self._kept:
-            if key not in self._leased:
-                break
-        else:
+        victim = self._policy.evict(self._leased)
+        if victim is None:
             raise RuntimeError("every expert frame is leased; the caller must release before asking for more")
-        self._policy.drop(key)
-        self._arena.free.append(self._kept.pop(key).frame)
+        self._arena.free.append(self._kept.pop(victim).frame)
         self.stats.evictions += 1
 
 
@@ -163,99 +331,161 @@ class Fetch:
         self._stream = stream
         self._layer = layer
         self._experts = experts
-        self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
-        self._tickets: dict[Key, Ticket] = {}
-        self._waiting: deque[int] = deque()
+        self._pending: set[Key] = set()
+        self._waiting: deque[Key] = deque()
         self._resident: list[Lease] = []
+        self._early: list[Lease] = []
 
-    def __enter__(self) -> Iterator[list[Lease]]:
+    @property
+    def submitted(self) -> bool:
+        """Whether all reads of this layer have been given to the drives."""
+        return not self._waiting
+
+    def __enter__(self) -> Fetch:
         stream, layer = self._stream, self._layer
+        kept, leased, resident = stream._kept, stream._leased, self._resident
+        stream._policy.begin_layer(layer, self._experts)
+        waiting = self._waiting
         for expert in self._experts:
             key = (layer, expert)
-            stream._policy.use(key)
-            lease = stream._kept.get(key)
+            lease = kept.get(key)
             if lease is None:
-                self._waiting.append(expert)
+                waiting.append(key)
             else:
-                self._resident.append(lease)
-                stream._leased[key] = lease
-        stream.stats.tier_hits += len(self._resident)
-        stream.stats.tier_bytes += len(self._resident) * stream.blob_bytes
-        try:
-            self._submit()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self._batches()
+                resident.append(lease)
+                leased[key] = lease
+        stats = stream.stats
+        stats.tier_hits += len(resident)
+        stats.tier_bytes += len(resident) * stream.blob_bytes
+        self._entered = time.perf_counter()
+        self._last_arrival = self._entered
+        self._demanded = 0
+        if waiting or stream._flights or stream._ready:
+            self._begin_reads()
+        return self
 
     def __exit__(self, *_: object) -> None:
         stream = self._stream
-        for ticket in self._tickets.values():
-            ticket.cancel()
-        while self._tickets:
+        for key in self._pending:
+            flight = stream._flights[key]
+            assert flight.ticket is not None
+            flight.ticket.cancel()
+        while self._pending:
             # A frame is reusable only when no read can still write into it, so even a stop waits here.
-            arrival = self._arrivals.get()
-            del self._tickets[arrival.key]
-            stream._arena.free.append(arrival.frame)
+            arrival = stream._arrivals.get()
+            lease = stream._land(arrival)
+            if arrival.key in self._pending:
+                self._pending.discard(arrival.key)
+                if lease is not None:
+                    stream._arena.free.append(lease.frame)
+            elif lease is not None:
+                stream._ready[arrival.key] = lease
+        for lease in self._early:
+            stream._arena.free.append(lease.frame)
         for key, lease in list(stream._leased.items()):
             # Only after an error or a stop are there leases that the caller never gave back.
             del stream._leased[key]
             if key not in stream._kept:
                 stream._arena.free.append(lease.frame)
+        stream._quiet_since = self._last_arrival
+        if self._demanded >= 4:
+            seconds = (self._last_arrival - self._entered) / self._demanded
+            stream._read_seconds += _SMOOTH * (seconds - stream._read_seconds) if stream._read_seconds else seconds
 
-    def _submit(self) -> None:
-        stream, waiting = self._stream, self._waiting
-        arena, store, arrivals = stream._arena, stream._store, self._arrivals
-        while waiting and arena.free:
-            key = (self._layer, waiting[0])
-            plan = store.expert_plan(*key)
-            waiting.popleft()
-            frame = arena.free.pop()
-
-            def done(error: BaseException | None, key: Key = key, frame: int = frame, plan: ReadPlan = plan) -> None:
-                arrivals.put(_Arrival(key, frame, plan, error))
-
-            self._tickets[key] = store.reader.submit(plan, arena.view(frame), done)
-
-    def _batches(self) -> Iterator[list[Lease]]:
+    def __iter__(self) -> Iterator[list[Lease]]:
         """Yields batches; raises SliceError for bytes missing, unreadable or corrupt, Interrupted on a stop."""
         stream = self._stream
-        if self._resident:
-            yield self._resident
-        while self._waiting or self._tickets:
+        first = self._resident + self._early
+        self._early = []
+        for lease in first:
+            stream._leased[lease.key] = lease
+        if first:
+            yield first
+        while self._waiting or self._pending:
             self._submit()
-            if self._tickets:
-                yield self._arrived()
+            if self._pending or stream._flights:
+                batch = self._arrived()
+                if batch:
+                    yield batch
             else:
                 # Every frame is kept: make room, since a read must always be able to proceed.
                 stream._evict_one()
 
+    def _begin_reads(self) -> None:
+        """Takes over what was read ahead, gives up the rest of it, and starts the other reads."""
+        stream = self._stream
+        index = self._layer - stream._first
+        stream._measure_window(index, self._entered - stream._quiet_since)
+        stream._prefetch.learn(index, set(self._experts))
+        try:
+            stream._collect()
+            wanted = set(self._waiting)
+            stream._abandon_ahead(wanted)
+            stream._collect()
+            missing: deque[Key] = deque()
+            for key in self._waiting:
+                lease = stream._ready.pop(key, None)
+                flight = stream._flights.get(key)
+                if lease is not None:
+                    self._early.append(lease)
+                elif flight is not None:
+                    flight.wanted = True
+                    self._pending.add(key)
+                    assert flight.ticket is not None
+                    flight.ticket.promote()
+                else:
+                    missing.append(key)
+            self._count(len(self._early), ahead=len(self._early))
+            self._waiting = missing
+            self._submit()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _submit(self) -> None:
+        stream, waiting = self._stream, self._waiting
+        while waiting and stream._arena.free:
+            stream._start(waiting[0], ahead=False)
+            self._pending.add(waiting.popleft())
+            self._demanded += 1
+
     def _arrived(self) -> list[Lease]:
-        stream, arena, batch = self._stream, self._stream._arena, []
+        stream, batch, ahead = self._stream, [], 0
         arrival: _Arrival | None = self._wait()
         while arrival is not None:
-            del self._tickets[arrival.key]
-            if arrival.error is not None:
-                arena.free.append(arrival.frame)
-                raise arrival.error
-            address = arena.base + arrival.frame * arena.frame_bytes + arrival.plan.view_offset
-            lease = Lease(arrival.key, address, arrival.frame)
-            batch.append(lease)
-            stream._leased[arrival.key] = lease
+            mine = arrival.key in self._pending
+            was_ahead = stream._flights[arrival.key].ahead
+            lease = stream._land(arrival)
+            if mine:
+                self._pending.discard(arrival.key)
+                self._last_arrival = max(self._last_arrival, arrival.when)
+                if arrival.error is not None:
+                    raise arrival.error
+                assert lease is not None
+                batch.append(lease)
+                stream._leased[arrival.key] = lease
+                ahead += was_ahead
+            elif lease is not None:
+                stream._ready[arrival.key] = lease
             try:
-                arrival = self._arrivals.get_nowait()
+                arrival = stream._arrivals.get_nowait()
             except queue.Empty:
                 arrival = None
-        stream.stats.reads += len(batch)
-        stream.stats.read_bytes += len(batch) * stream.blob_bytes
+        self._count(len(batch), ahead=ahead)
         return batch
+
+    def _count(self, reads: int, *, ahead: int) -> None:
+        stats = self._stream.stats
+        stats.reads += reads
+        stats.read_bytes += reads * self._stream.blob_bytes
+        stats.ahead_used += ahead
 
     def _wait(self) -> _Arrival:
         started = time.perf_counter()
         try:
             while True:
                 try:
-                    return self._arrivals.get(timeout=_POLL_SECONDS)
+                    return self._stream._arrivals.get(timeout=_POLL_SECONDS)
                 except queue.Empty:
                     self._stream._stop.check()
         finally:
