@@ -15,7 +15,6 @@ from deltafin.kernels.layout import ExpertLayout
 from deltafin.model.weights import MlpWeights, MoeWeights
 from deltafin.streaming.experts import ExpertStream, Lease
 
-
 _COUNTS = torch.arange(1025, dtype=torch.int32)
 _ZEROS = torch.zeros(1024, dtype=torch.int32)
 _COUNT, _ZERO = _COUNTS.numpy(), _ZEROS.numpy()
