@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 RANKS_PER_EXPERT = 2
 """Ranks looked at per expert that a token uses."""
 
+MIN_PRECISION = 0.3
+"""Less likely guesses are not read even into an idle window: their checksums and copies take time from computing."""
+
 _MEMORY = 0.05  # weight of the newest observation
 _MIN_GAIN_OVER_COST = 2.0
 _PROBE_EVERY = 32
@@ -129,7 +132,7 @@ class PrefetchPolicy:
         for rank, expert in enumerate(ranked):
             if begin >= window:
                 break
-            if expert in present:
+            if expert in present or precision[rank] < MIN_PRECISION:
                 continue
             end = begin + read
             worth = precision[rank] * (min(end, window) - begin) - (1 - precision[rank]) * max(0.0, end - window)

@@ -196,4 +196,4 @@ def hit_rate(policy: str, routes: Routes, experts: int, capacity: int) -> float:
         for layer, chosen in enumerate(row.tolist()):
             missed += len(tier.use(layer, chosen))
         tier.end_token(row)
-    return 1.0 - missed / (tokens * layers * k)
+    return float(1.0 - missed / (tokens * layers * k))

@@ -304,6 +304,10 @@ class Reader:
             self._queues[piece.extent.drive].put(piece, prefetch=prefetch)
         return ticket
 
+    def path(self, file: int) -> Path:
+        """The file with this index."""
+        return self._paths[file][1]
+
     def stats(self) -> list[DriveStats]:
         """Counters of every drive since opening."""
         stats = []
