@@ -61,7 +61,20 @@ class MemoryExperts:
         pass
 
 
-def open_target(folder: Path) -> tuple[Target, MemoryExperts]:
+class WatchedTarget(Target):
+    """Keeps the fp32 accumulator after each layer of the last pass in ``accumulators``."""
+
+    def run(self, *args, **how):  # type: ignore[no-untyped-def]
+        self.accumulators: list[torch.Tensor] = []
+        return super().run(*args, **how)
+
+    def _layer(self, *args, **how):  # type: ignore[no-untyped-def]
+        after = super()._layer(*args, **how)
+        self.accumulators.append(after.clone())
+        return after
+
+
+def open_target(folder: Path) -> tuple[WatchedTarget, MemoryExperts]:
     """The released files in ``folder`` as a target."""
     config = K3Config.load(folder)
     tensors: dict[str, torch.Tensor] = {}
@@ -69,7 +82,7 @@ def open_target(folder: Path) -> tuple[Target, MemoryExperts]:
         tensors |= load_file(shard)
     experts = MemoryExperts(tensors, config)
     layout = ExpertLayout.released(config.latent, config.expert_intermediate)
-    target = Target(
+    target = WatchedTarget(
         config,
         layout,
         MemorySpine(tensors),  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ from deltafin.model.state import SequenceState
 from oracles.float64 import Trace
 from oracles.real_geometry import assert_true_widths, float64_reference, mlx_reference, relative_rms
 
+from .fakes import WatchedTarget
+
 IDS = [17, 4023, 5, 5, 991, 2600, 42, 1303]
 BOUND = 5e-5
 """Root mean square of a difference over that of the values: a few thousand fp32 roundings."""
@@ -37,13 +39,13 @@ def engine_rows(home: Path, ids: list[int], *, chunk: int) -> list[npt.NDArray[n
     """Accumulators after each layer, then logits."""
     ram = psutil.Process().memory_info().rss + (6 << 30)
     with Engine.open(home, EngineOptions(ram=ram, context=64)) as engine:
-        engine.target.taps = tuple(range(engine.config.layers))
+        engine.target.__class__ = WatchedTarget
         state = SequenceState.empty(engine.config, 64)
         parts = []
         for i in range(0, len(ids), chunk):
             logits = engine.target.forward(ids[i : i + chunk], state)
             state.commit(len(logits))
-            parts.append([tap.numpy() for tap in state.taps] + [logits.numpy()])
+            parts.append([rows.numpy() for rows in engine.target.accumulators] + [logits.numpy()])
         return [np.concatenate(rows) for rows in zip(*parts, strict=True)]
 
 
