@@ -1,39 +1,37 @@
 // Kimi Delta Attention: convolution and gates, the recurrence, the gated output norm.
 #pragma once
 
-// Convolution over the last `taps` rows, then SiLU, for 16 channels of one of q, k, v.
-static void kda_convolve(const KdaPrepare& a, int64_t which, int64_t c, int64_t n, float* out, int64_t width) {
-    float w[16][16];  // [tap][channel]
-    for (int64_t j = 0; j < a.taps; ++j)
-        for (int64_t i = 0; i < 16; ++i) w[j][i] = i < n ? a.conv_w[(which * width + c + i) * a.taps + j] : 0.0f;
-    int64_t past = a.taps - 1;
-    for (int64_t t = 0; t < a.rows; ++t) {
-        V16 y = zero();
-        for (int64_t j = 0; j < a.taps; ++j) {
-            int64_t s = t - past + j;
-            const float* z = s < 0 ? a.history + ((past + s) * 3 + which) * width + c : a.qkv + s * a.ld + which * width + c;
-            y = fma(load(w[j]), load_part(z, n), y);
-        }
-        store_part(out + t * width + c, vsilu(y), n);
-    }
-}
-
 static void kda_prepare(const KdaPrepare& a) {
-    int64_t d = a.head_dim, width = a.heads * d;
+    int64_t d = a.head_dim, padded = up(d, 16), width = a.heads * d, past = a.taps - 1;
     float root = 1.0f / __builtin_sqrtf((float)d);
-    parallel(a.heads, (double)a.rows * (double)width * 80, [&](int64_t h, int) {
-        float* dst[3] = {a.q, a.k, a.v};
-        for (int64_t which = 0; which < 3; ++which)
-            for (int64_t c = 0; c < d; c += 16) kda_convolve(a, which, h * d + c, min64(16, d - c), dst[which], width);
-        for (int64_t which = 0; which < 2; ++which)
+    float* local = (float*)scratch(kWorker, (size_t)(threads() * a.taps * padded) * 4);
+    parallel(a.heads, (double)a.rows * (double)width * 80, [&](int64_t h, int worker) {
+        float* w = local + worker * a.taps * padded;  // [tap][channel]
+        float* outs[3] = {a.q, a.k, a.v};
+        for (int64_t which = 0; which < 3; ++which) {
+            const float* taps = a.conv_w + (which * width + h * d) * a.taps;
+            for (int64_t c = 0; c < d; ++c)
+                for (int64_t j = 0; j < a.taps; ++j) w[j * padded + c] = taps[c * a.taps + j];
             for (int64_t t = 0; t < a.rows; ++t) {
-                float* z = dst[which] + t * width + h * d;
-                V16 scale = set1(1.0f / __builtin_sqrtf(sum_squares(z, d) + a.qk_eps)), query = set1(root);
+                float* out = outs[which] + t * width + h * d;
+                const float* rows[16];  // oldest first
+                for (int64_t j = 0; j < a.taps; ++j) {
+                    int64_t s = t - past + j;
+                    rows[j] = (s < 0 ? a.history + ((past + s) * 3 + which) * width : a.qkv + s * a.ld + which * width) + h * d;
+                }
                 for (int64_t c = 0; c < d; c += 16) {
-                    V16 v = mul(load_part(z + c, d - c), scale);
-                    store_part(z + c, which == 0 ? mul(v, query) : v, d - c);
+                    V16 y = zero();
+                    for (int64_t j = 0; j < a.taps; ++j) y = fma(load(w + j * padded + c), load_part(rows[j] + c, d - c), y);
+                    store_part(out + c, vsilu(y), d - c);
+                }
+                if (which == 2) continue;
+                V16 scale = set1(1.0f / __builtin_sqrtf(sum_squares(out, d) + a.qk_eps)), query = set1(root);
+                for (int64_t c = 0; c < d; c += 16) {
+                    V16 v = mul(load_part(out + c, d - c), scale);
+                    store_part(out + c, which == 0 ? mul(v, query) : v, d - c);
                 }
             }
+        }
         V16 rate = set1(exp1(a.a_log[h])), bound = set1(a.lower_bound);
         for (int64_t t = 0; t < a.rows; ++t) {
             for (int64_t c = 0; c < d; c += 16) {

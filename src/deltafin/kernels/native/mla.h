@@ -6,9 +6,10 @@
 constexpr int64_t kCacheTile = 64;
 constexpr int64_t kHeadBlock = 32;
 
-// latent[t][l] = sum_n q[t][n] w[n][l], n ascending, for 16 J columns from l and C rows.
+// latent[t][l] = sum_n q[t][n] w[n][l], n ascending, for 16 J columns from l and C rows. `ahead` is what will be read
+// later, 32 J bytes a step: rows of w are only touched in short pieces, which caches do not recognise as a stream.
 template <int J, int C>
-static void absorb(const bf16* w, int64_t lora, int64_t nope, int64_t l, const float* q, int64_t ldq, Panels::Place to, int64_t ldo) {
+static void absorb(const bf16* w, int64_t lora, int64_t nope, int64_t l, const bf16* ahead, const float* q, int64_t ldq, Panels::Place to, int64_t ldo) {
     int64_t n = lora - l;
     V16 acc[C][J];
 #pragma GCC unroll 4
@@ -16,6 +17,7 @@ static void absorb(const bf16* w, int64_t lora, int64_t nope, int64_t l, const f
 #pragma GCC unroll 4
         for (int j = 0; j < J; ++j) acc[c][j] = zero();
     for (int64_t i = 0; i < nope; ++i) {
+        for (int j = 0; j < J; j += 2) __builtin_prefetch(ahead + i * 16 * J + 16 * j, 0, 2);
         V16 v[J];
 #pragma GCC unroll 4
         for (int j = 0; j < J; ++j) v[j] = weight_part(w + i * lora, true, l + 16 * j, n - 16 * j);
@@ -125,27 +127,33 @@ static void mla_attention(const Mla& a) {
             int64_t h = block * together;
             return Panels(query + t * ldq + h * padded, padded, min64(together, a.heads - h), kMaxCols);
         };
-        parallel(a.heads, absorbing * (double)a.nope, [&](int64_t h, int) {
-            const bf16* w = a.kv_b + h * per_head * a.lora;
-            const float* q = a.q + t0 * a.ldq + h * (a.nope + a.rope);
-            Panels::Place to = queries(0, h / together).place(h % together);
-            for (int64_t t = 0; t < rows; ++t)
-                for (int64_t i = a.lora; i < padded; ++i)
-                    to.first[t * ldq + i / 32 * to.stride + i % 32] = i < width ? q[t * a.ldq + a.nope + i - a.lora] : 0.0f;
-            for (int64_t l = 0; l < a.lora; l += 16 * kWide) {
-                bool full = l + 16 * kWide <= a.lora;
-                for (int64_t t = 0; t < rows;) {
-                    const float* qt = q + t * a.ldq;
-                    Panels::Place at = {to.first + t * ldq, to.stride};
-                    if (full && t + kWide <= rows) {
-                        absorb<kWide, kWide>(w, a.lora, a.nope, l, qt, a.ldq, at, ldq);
-                        t += kWide;
-                        continue;
+        // Runs of heads, so that each can ask for the next one's weights.
+        int64_t run = max64(1, a.heads / (4 * threads())), runs = (a.heads + run - 1) / run;
+        parallel(runs, absorbing * (double)a.nope, [&](int64_t task, int) {
+            for (int64_t h = task * run; h < min64(a.heads, (task + 1) * run); ++h) {
+                const bf16* w = a.kv_b + h * per_head * a.lora;
+                const bf16* later = h + 1 < a.heads ? w + per_head * a.lora : w;
+                const float* q = a.q + t0 * a.ldq + h * (a.nope + a.rope);
+                Panels::Place to = queries(0, h / together).place(h % together);
+                for (int64_t t = 0; t < rows; ++t)
+                    for (int64_t i = a.lora; i < padded; ++i)
+                        to.first[t * ldq + i / 32 * to.stride + i % 32] = i < width ? q[t * a.ldq + a.nope + i - a.lora] : 0.0f;
+                for (int64_t l = 0; l < a.lora; l += 16 * kWide) {
+                    const bf16* ahead = later + l * a.nope;
+                    bool full = l + 16 * kWide <= a.lora;
+                    for (int64_t t = 0; t < rows;) {
+                        const float* qt = q + t * a.ldq;
+                        Panels::Place at = {to.first + t * ldq, to.stride};
+                        if (full && t + kWide <= rows) {
+                            absorb<kWide, kWide>(w, a.lora, a.nope, l, ahead, qt, a.ldq, at, ldq);
+                            t += kWide;
+                            continue;
+                        }
+                        if (full) absorb<kWide, 1>(w, a.lora, a.nope, l, ahead, qt, a.ldq, at, ldq);
+                        else
+                            for (int64_t j = l; j < a.lora; j += 16) absorb<1, 1>(w, a.lora, a.nope, j, ahead, qt, a.ldq, at, ldq);
+                        ++t;
                     }
-                    if (full) absorb<kWide, 1>(w, a.lora, a.nope, l, qt, a.ldq, at, ldq);
-                    else
-                        for (int64_t j = l; j < a.lora; j += 16) absorb<1, 1>(w, a.lora, a.nope, j, qt, a.ldq, at, ldq);
-                    ++t;
                 }
             }
         });
@@ -160,17 +168,19 @@ static void mla_attention(const Mla& a) {
                 pack_pairs(ctx + i * ldctx, a.lora, Panels(context + h * most * ldctx, ldctx, rows).place(t));
             }
         });
-        parallel(a.heads, absorbing * (double)a.v_dim, [&](int64_t h, int worker) {
-            Bf16Rows w{a.kv_b + (h * per_head + a.nope) * a.lora, a.lora};
-            float* out = a.out + t0 * a.ldo + h * a.v_dim;
-            product(w, 0, a.v_dim, w.base, Panels(context + h * most * ldctx, ldctx, rows), out, 1, a.ldo, local + worker * each);
-            if (!a.gate) return;
-            for (int64_t t = 0; t < rows; ++t)
-                for (int64_t i = 0; i < a.v_dim; i += 16) {
-                    int64_t n = a.v_dim - i;
-                    V16 g = vsigmoid(load_part(a.gate + (t0 + t) * a.ldg + h * a.v_dim + i, n));
-                    store_part(out + t * a.ldo + i, mul(load_part(out + t * a.ldo + i, n), g), n);
-                }
+        parallel(runs, absorbing * (double)a.v_dim, [&](int64_t task, int worker) {
+            for (int64_t h = task * run; h < min64(a.heads, (task + 1) * run); ++h) {
+                Bf16Rows w{a.kv_b + (h * per_head + a.nope) * a.lora, a.lora};
+                float* out = a.out + t0 * a.ldo + h * a.v_dim;
+                const bf16* then = h + 1 < a.heads ? w.base + per_head * a.lora : w.base;
+                product(w, 0, a.v_dim, then, Panels(context + h * most * ldctx, ldctx, rows), out, 1, a.ldo, local + worker * each);
+                for (int64_t t = 0; a.gate && t < rows; ++t)
+                    for (int64_t i = 0; i < a.v_dim; i += 16) {
+                        int64_t n = a.v_dim - i;
+                        V16 g = vsigmoid(load_part(a.gate + (t0 + t) * a.ldg + h * a.v_dim + i, n));
+                        store_part(out + t * a.ldo + i, mul(load_part(out + t * a.ldo + i, n), g), n);
+                    }
+            }
         });
     }
 }
