@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -82,6 +83,17 @@ class Checkpoint:
             TensorFileError: a shard or the index is missing, malformed or truncated, they disagree, or a
                 text tensor is missing, unknown, or has a wrong dtype or shape.
         """
+        # The real model's half a million entries form no cycles; the collector would walk them again and again.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return cls._open(folder)
+        finally:
+            if collecting:
+                gc.enable()
+
+    @classmethod
+    def _open(cls, folder: Path) -> Checkpoint:
         config = K3Config.load(folder)
         limit = _HEADER_BYTES_PER_TENSOR * (text_tensor_count(config) + _VISION_ALLOWANCE)
         limit = min(limit, MAX_HEADER_BYTES)
