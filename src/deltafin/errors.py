@@ -19,6 +19,7 @@ class ExitCode(IntEnum):
     MEMORY = 5  # the budget cannot hold what K3 needs
     MACHINE = 6  # this machine cannot run the engine (kernel self-test, missing native build)
     INPUT = 7  # the prompt cannot be processed (too long, not UTF-8)
+    HUB = 8  # the hub cannot be reached, answers wrongly, or may not be asked
     INTERRUPTED = 130  # Ctrl-C
 
 
@@ -121,6 +122,21 @@ class SliceCorruptError(SliceError):
 
 class ReadError(SliceError):
     """The operating system could not read a slice (EIO, truncated file, drive gone)."""
+
+
+class HubError(DeltafinError):
+    """The hub could not be reached or gave an answer that cannot be used."""
+
+    exit_code = ExitCode.HUB
+    http_status = 503
+
+
+class HubChecksumError(HubError):
+    """Bytes from the hub differ from the checksum the hub itself gives for them, or from a pinned one."""
+
+
+class OfflineError(HubError):
+    """The network is needed and was switched off."""
 
 
 class MemoryBudgetError(DeltafinError):

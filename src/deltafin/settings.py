@@ -16,6 +16,7 @@ import platformdirs
 from pydantic import ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from deltafin import offline
 from deltafin.errors import UsageError
 
 ENV_PREFIX = "K3_"
@@ -53,6 +54,8 @@ class Settings(BaseSettings):
         queue: generations that wait at the server while one runs.
         memo: whether the server answers identical requests from memory.
         resume: whether the server continues a reply that a crash cut, by the request's idempotency key.
+        offline: never contact anything; also switched on by ``DELTAFIN_OFFLINE=1``.
+        hub_hosts: further hosts, separated by commas, to which a hub may redirect downloads.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
@@ -82,6 +85,8 @@ class Settings(BaseSettings):
     queue: int = Field(default=0, ge=0, le=10_000)
     memo: bool = True
     resume: bool = False
+    offline: bool = False
+    hub_hosts: str = ""
 
     @classmethod
     def settings_customise_sources(
@@ -118,6 +123,8 @@ def load_settings(flags: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
         UsageError: naming the setting, its value and where it came from.
     """
     given = {name: value for name, value in flags.items() if value is not None}
+    if os.environ.get("DELTAFIN_OFFLINE", "").lower() not in ("", "0", "false", "no") or offline.forbidden():
+        given["offline"] = True
     known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | _OTHER_ENV
     for name in os.environ:
         if name.startswith(ENV_PREFIX) and name not in known:
@@ -147,6 +154,8 @@ def load_settings(flags: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
             f"{name} from the {where}{place}: {first['msg']} (found {str(first.get('input'))[:80]!r})",
             remedy=f"correct it; on the command line the flag is --{name.replace('_', '-')}",
         ) from None
+    if settings.offline:
+        offline.forbid()
     return settings, sources
 
 

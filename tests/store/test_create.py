@@ -330,7 +330,7 @@ def test_a_really_full_file_system(tiny_once: Path, tmp_path: Path, monkeypatch:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", small.path], capture_output=True).returncode:
         pytest.skip("cannot mount here")
     try:
-        monkeypatch.setattr(ingest_module, "_check_space", lambda manifest: None)
+        monkeypatch.setattr(ingest_module, "_check_space", lambda *_: None)
         with pytest.raises(DriveFullError, match="is full"):
             create_store(tiny_once, [small], layout="striped", home=tmp_path / "home")
         assert 0 < Manifest.load(tmp_path / "home").present.sum() < 20

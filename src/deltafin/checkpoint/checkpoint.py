@@ -6,7 +6,7 @@ import gc
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltafin.checkpoint.config import K3Config
@@ -20,10 +20,11 @@ from deltafin.checkpoint.inventory import (
 )
 from deltafin.checkpoint.tensorfile import (
     INDEX_NAME,
+    LOCAL,
     MAX_HEADER_BYTES,
     SINGLE_NAME,
+    Shards,
     TensorInfo,
-    open_regular,
     quoted,
     read_header,
     read_index,
@@ -66,6 +67,7 @@ class Checkpoint:
         identity: 64 hexadecimal digits that two checkpoints share only if configuration, tensor names,
             dtypes, shapes, their distribution over shards, and the final norm's weights are equal. The last
             is the only payload read: it tells fine-tuned siblings of one geometry apart.
+        shards: how the shards' bytes are reached.
     """
 
     folder: Path
@@ -73,10 +75,15 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     files: Mapping[str, int]
     identity: str
+    shards: Shards = field(default=LOCAL, repr=False, compare=False)
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Path, shards: Shards = LOCAL) -> Checkpoint:
         """Opens and checks ``folder``.
+
+        Args:
+            folder: with ``config.json``, the index, and, unless ``shards`` says otherwise, the shards.
+            shards: where the shards are.
 
         Raises:
             ConfigError: the configuration is not K3's.
@@ -97,12 +104,12 @@ class Checkpoint:
         config = K3Config.load(folder)
         limit = _HEADER_BYTES_PER_TENSOR * (text_tensor_count(config) + _VISION_ALLOWANCE)
         limit = min(limit, MAX_HEADER_BYTES)
-        tensors = _indexed(folder, limit) if (folder / INDEX_NAME).exists() else _single(folder, limit)
+        tensors = _indexed(folder, limit, shards) if (folder / INDEX_NAME).exists() else _single(folder, limit, shards)
         _check_inventory(folder, config, tensors)
         sizes: dict[str, int] = {}
         for info in tensors.values():
             sizes[info.file] = max(sizes.get(info.file, 0), info.offset + info.nbytes)
-        return cls(folder, config, tensors, sizes, _identity(folder, tensors))
+        return cls(folder, config, tensors, sizes, _identity(folder, tensors, shards), shards)
 
     def expert_runs(self, layer: int, expert: int) -> list[Run]:
         """The bytes of one expert in the released order of its six tensors, adjacent ones merged."""
@@ -121,7 +128,7 @@ class Checkpoint:
             KeyError: no text tensor of that name.
             TensorFileError: the bytes cannot be read.
         """
-        return _payload(self.folder, self.tensors[name])
+        return _payload(self.folder, self.tensors[name], self.shards)
 
 
 def merged_runs(tensors: Iterable[TensorInfo]) -> list[Run]:
@@ -137,17 +144,18 @@ def merged_runs(tensors: Iterable[TensorInfo]) -> list[Run]:
     return runs
 
 
-def _single(folder: Path, limit: int) -> dict[str, TensorInfo]:
+def _single(folder: Path, limit: int, shards: Shards) -> dict[str, TensorInfo]:
     path = folder / SINGLE_NAME
-    if not path.exists():
+    if shards is LOCAL and not path.exists():
         raise TensorFileError(
             f"{folder} has neither {INDEX_NAME} nor {SINGLE_NAME}",
             remedy="point --model at a folder with the released Kimi K3 files",
         )
-    return {name: info for name, info in read_header(path, max_header_bytes=limit).items() if not is_vision(name)}
+    header = read_header(path, max_header_bytes=limit, shards=shards)
+    return {name: info for name, info in header.items() if not is_vision(name)}
 
 
-def _indexed(folder: Path, limit: int) -> dict[str, TensorInfo]:
+def _indexed(folder: Path, limit: int, shards: Shards) -> dict[str, TensorInfo]:
     index_path = folder / INDEX_NAME
     index = read_index(index_path, max_bytes=limit)
     by_file: dict[str, set[str]] = defaultdict(set)
@@ -157,7 +165,7 @@ def _indexed(folder: Path, limit: int) -> dict[str, TensorInfo]:
     for file in sorted(by_file):
         if all(is_vision(name) for name in by_file[file]):
             continue  # text-only downloads need not have the vision shards
-        header = read_header(folder / file, max_header_bytes=limit)
+        header = read_header(folder / file, max_header_bytes=limit, shards=shards)
         _check_agreement(index_path, folder / file, index, by_file[file], header)
         tensors.update((name, info) for name, info in header.items() if not is_vision(name))
     return tensors
@@ -221,23 +229,14 @@ def _check_tensor(folder: Path, name: str, spec: TensorSpec, tensors: Mapping[st
         )
 
 
-def _identity(folder: Path, tensors: Mapping[str, TensorInfo]) -> str:
+def _identity(folder: Path, tensors: Mapping[str, TensorInfo], shards: Shards) -> str:
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name in sorted(tensors):
         info = tensors[name]
         digest.update(f"\n{name} {info.dtype} {info.shape} {info.file}".encode())
-    digest.update(_payload(folder, tensors["language_model.model.norm.weight"]))
+    digest.update(_payload(folder, tensors["language_model.model.norm.weight"], shards))
     return digest.hexdigest()
 
 
-def _payload(folder: Path, info: TensorInfo) -> bytes:
-    path = folder / info.file
-    try:
-        with open_regular(path) as file:
-            file.seek(info.offset)
-            data = file.read(info.nbytes)
-    except OSError as e:
-        raise TensorFileError(f"{path} cannot be read: {e.strerror}", remedy=_REFETCH) from None
-    if len(data) != info.nbytes:
-        raise TensorFileError(f"{path} is truncated", remedy=_REFETCH)
-    return data
+def _payload(folder: Path, info: TensorInfo, shards: Shards) -> bytes:
+    return shards.read(folder / info.file, info.offset, info.nbytes)

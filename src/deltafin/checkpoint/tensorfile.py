@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from deltafin.checkpoint.inventory import ITEM_BYTES
 from deltafin.errors import TensorFileError
@@ -50,17 +50,59 @@ class TensorInfo:
     shape: tuple[int, ...]
 
 
-def read_header(path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[str, TensorInfo]:
+class Shards(Protocol):
+    """Where the shards of a checkpoint are: files in its folder, or ranges of remote files."""
+
+    def header(self, path: Path, max_bytes: int) -> tuple[int, int, bytes]:
+        """(bytes of the file, bytes of its header, the header) of the shard named like ``path``.
+
+        Raises:
+            TensorFileError: missing, no tensor file, or a header longer than ``max_bytes``.
+        """
+
+    def read(self, path: Path, offset: int, nbytes: int) -> bytes:
+        """A small range of the shard named like ``path``.
+
+        Raises:
+            TensorFileError: it cannot be read.
+        """
+
+
+class LocalShards:
+    """Shards that are files."""
+
+    def header(self, path: Path, max_bytes: int) -> tuple[int, int, bytes]:
+        return _header_bytes(path, max_bytes)
+
+    def read(self, path: Path, offset: int, nbytes: int) -> bytes:
+        try:
+            with open_regular(path) as file:
+                file.seek(offset)
+                data = file.read(nbytes)
+        except OSError as e:
+            raise TensorFileError(f"{path} cannot be read: {e.strerror}", remedy=_REFETCH) from None
+        if len(data) != nbytes:
+            raise TensorFileError(f"{path} is truncated", remedy=_REFETCH)
+        return data
+
+
+LOCAL = LocalShards()
+
+
+def read_header(
+    path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES, shards: Shards = LOCAL
+) -> dict[str, TensorInfo]:
     """Parses and checks the header of one safetensors file.
 
     Args:
         path: the file; a symbolic link is followed, as hub caches use them.
         max_header_bytes: refuse longer headers before reading them.
+        shards: where the file is.
 
     Raises:
         TensorFileError: missing, not a regular file, or malformed in any way; the message names the file.
     """
-    size, length, raw = _header_bytes(path, max_header_bytes)
+    size, length, raw = shards.header(path, max_header_bytes)
     header = parse_json(raw, path)
     if not isinstance(header, dict):
         raise TensorFileError(f"{path}: the header is not a JSON object", remedy=_REFETCH)
@@ -165,7 +207,7 @@ def _header_bytes(path: Path, max_header_bytes: int) -> tuple[int, int, bytes]:
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > size - 8:
-                kind = _what_it_is(prefix)
+                kind = what_it_is(prefix)
                 raise TensorFileError(f"{path} {kind} (its {size} bytes cannot hold a header)", remedy=_REFETCH)
             if length > max_header_bytes:
                 raise TensorFileError(
@@ -182,7 +224,8 @@ def _header_bytes(path: Path, max_header_bytes: int) -> tuple[int, int, bytes]:
         raise TensorFileError(f"{path} cannot be read: {e.strerror}", remedy=_REFETCH) from None
 
 
-def _what_it_is(prefix: bytes) -> str:
+def what_it_is(prefix: bytes) -> str:
+    """What a file that begins with ``prefix`` is in place of a tensor file, as the end of a sentence."""
     # The two things that failed downloads leave in place of a shard.
     if prefix.startswith(b"version "):
         return "is a Git LFS pointer, not a tensor file"

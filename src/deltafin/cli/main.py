@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 import deltafin
+from deltafin import offline
 from deltafin.errors import DeltafinError, ExitCode
 
 # Typer carries its own copy of click or uses the installed one, depending on its version; both share this base class.
@@ -38,19 +39,25 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    no_network: Annotated[bool, typer.Option("--offline", help="Contact nothing, whatever the command.")] = False,
 ) -> None:
-    pass
+    if no_network:
+        offline.forbid()
 
 
 def _add_commands() -> None:
     # Imported here so that `deltafin --help` and usage errors do not wait for PyTorch.
-    from deltafin.cli import demo, info, run, serve, store
+    from deltafin.cli import demo, fetch, info, run, serve, setup, store
 
     app.command("run")(run.run)
     app.command("demo")(demo.demo)
     app.command("serve")(serve.serve)
     app.command("info")(info.info)
     app.add_typer(store.app, name="store")
+    app.add_typer(setup.app, name="setup")
+    app.command("fetch")(fetch.fetch)
+    app.command("verify")(fetch.verify)
+    app.command("repair")(fetch.repair)
 
 
 def main() -> None:
@@ -60,6 +67,7 @@ def main() -> None:
 
 def _run() -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    offline.guard()
     _add_commands()
     try:
         code = app(standalone_mode=False)

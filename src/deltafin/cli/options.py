@@ -13,6 +13,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from deltafin import installs
 from deltafin.generation.engine import Engine, EngineOptions
+from deltafin.hub.client import Hub
+from deltafin.hub.supplier import supplier_for
 from deltafin.settings import Settings, load_settings
 from deltafin.store.types import IngestProgress
 
@@ -23,6 +25,7 @@ Ram = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(help="Compute threads. [default: physical cores]")]
 Context = Annotated[int | None, typer.Option(help="Positions for prompt and reply together. [default: 16384]")]
+Offline = Annotated[bool | None, typer.Option("--offline", help="Contact nothing; a missing expert is an error.")]
 Depth = Annotated[int | None, typer.Option(help="Reads in flight per drive.")]
 
 
@@ -56,7 +59,17 @@ def engine_options(
         draft_folders=own or (*install.draft_folders, settings.home),
         raw=raw,
         reserve=reserve,
+        supplier=None if settings.offline else supplier_for(lambda: hub(settings)),
     )
+
+
+def hub(settings: Settings) -> Hub:
+    """The hub that the settings mean.
+
+    Raises:
+        OfflineError: the network was switched off.
+    """
+    return Hub(hosts=[host.strip() for host in settings.hub_hosts.split(",") if host.strip()])
 
 
 @contextmanager

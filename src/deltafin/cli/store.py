@@ -48,7 +48,7 @@ def create(
     home: Annotated[Path | None, typer.Option(help="Folder for the manifest. [default: on the first drive]")] = None,
 ) -> None:
     """Make an install, or continue an unfinished one."""
-    with _progress("finished work is kept: run the same command again to continue") as show:
+    with shown_progress("finished work is kept: run the same command again to continue") as show:
         made = create_store(
             model, [drive_spec(text) for text in drive or []], layout=layout.value, home=home, progress=show
         )
@@ -72,12 +72,12 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Read every slice and compare it with its checksum. Exit code 4 when any is damaged or absent."""
-    with _progress("nothing was changed") as show:
+    with shown_progress("nothing was changed") as show:
         report = verify_store(home, max_bytes_per_s=limit * 1e6 if limit else None, progress=show)
     if as_json:
         typer.echo(json.dumps(asdict(report), default=str, indent=2))
     else:
-        _print_verification(report, find_home(home))
+        print_verification(report, find_home(home))
     if report.bad or report.absent:
         raise typer.Exit(ExitCode.STORE)
 
@@ -85,7 +85,7 @@ def verify(
 @app.command()
 def repair(home: Home, model: Annotated[Path, typer.Option(help="Folder with the released Kimi K3 files.")]) -> None:
     """Verify, and write damaged or absent slices again from the released files."""
-    with _progress("finished work is kept: run the same command again to continue") as show:
+    with shown_progress("finished work is kept: run the same command again to continue") as show:
         report = repair_store(home, model, progress=show)
     typer.echo(f"{len(report.bad)} damaged and {report.absent} absent slices were written again")
 
@@ -112,7 +112,7 @@ def drive_spec(text: str) -> DriveSpec:
 
 
 @contextmanager
-def _progress(after_interrupt: str) -> Iterator[Callable[[IngestProgress], None] | None]:
+def shown_progress(after_interrupt: str) -> Iterator[Callable[[IngestProgress], None] | None]:
     """A progress bar on a terminal, silence in a pipe; Ctrl-C becomes one clear sentence."""
     console = Console(stderr=True)
     try:
@@ -156,7 +156,8 @@ def _print_report(report: StoreReport) -> None:
     console.print(table)
 
 
-def _print_verification(report: VerifyReport, home: Path) -> None:
+def print_verification(report: VerifyReport, home: Path) -> None:
+    """What a verification found, and what to do about it."""
     rate = report.bytes / max(report.seconds, 1e-9) / 1e6
     typer.echo(
         f"{report.slices:,} slices, {report.bytes / 1e9:,.2f} GB read in {report.seconds:,.1f} s ({rate:,.0f} MB/s)"

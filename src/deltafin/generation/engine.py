@@ -26,6 +26,8 @@ from deltafin.model.weights import head_weights
 from deltafin.residency.budget import MemoryPlan, plan_memory
 from deltafin.residency.machine import MemoryWatch, available_memory
 from deltafin.residency.usage import UseModel
+from deltafin.store.manifest import Manifest
+from deltafin.store.recovery import Supplier
 from deltafin.store.store import Store
 from deltafin.streaming.experts import ExpertStream
 from deltafin.streaming.spine import Spine
@@ -60,6 +62,7 @@ class EngineOptions:
         heat: folder of heat histograms; None neither reads nor keeps any.
         trace: new file that receives the routes of every committed token.
         available: what tells the machine's free bytes while running (for tests).
+        supplier: makes what brings absent or damaged slices, see ``Store.open``.
     """
 
     ram: int | None = None
@@ -79,6 +82,7 @@ class EngineOptions:
     heat: Path | None = None
     trace: Path | None = None
     available: Callable[[], int] = available_memory
+    supplier: Callable[[Manifest], Supplier | None] | None = None
 
 
 class Engine:
@@ -149,7 +153,9 @@ class Engine:
         # Our kernels do the heavy work on their own threads; PyTorch's would only compete with them and the readers.
         torch.set_num_threads(1)
         selftest.check()
-        store = Store.open(home, depth=options.depth, max_bytes_per_s=options.max_bytes_per_s)
+        store = Store.open(
+            home, depth=options.depth, max_bytes_per_s=options.max_bytes_per_s, supplier=options.supplier
+        )
         try:
             engine = cls(store, options)
             done = 0

@@ -30,6 +30,7 @@ from deltafin.store.ingest import drive_error, ingest
 from deltafin.store.manifest import MANIFEST_NAME, Manifest, write_manifest
 from deltafin.store.meter import Progress
 from deltafin.store.slicing import InstallPlan, plan_in_place, plan_striped
+from deltafin.store.source import BlobSource
 from deltafin.store.types import DriveInfo, DriveSpec, IngestProgress
 
 _MEASURE_FROM_BYTES = 4 << 30  # below this the speed test would cost more than it could save
@@ -71,12 +72,33 @@ def create_store(
         ReadError: a slice file of the unfinished install is gone or truncated.
         StoreError: anything else; Interrupted: Ctrl-C. Both can be continued by the same call.
     """
-    _check_specs(drives, layout)
+    check_specs(drives, layout)
     checkpoint = Checkpoint.open(checkpoint_dir)
+    with open_install(checkpoint, drives, layout=layout, home=home, progress=progress) as manifest:
+        ingest(manifest, lambda: BlobSource(manifest, checkpoint), progress)
+        return manifest.path.parent
+
+
+@contextmanager
+def open_install(
+    checkpoint: Checkpoint,
+    drives: Sequence[DriveSpec],
+    *,
+    layout: Layout,
+    home: Path | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Manifest]:
+    """Begins an install of ``checkpoint``, or opens one that was begun, for this process alone to write to.
+
+    Arguments and errors as in ``create_store``, which then brings the bytes.
+
+    Yields:
+        The manifest; other writers are kept out while the context lasts.
+    """
     short_id = hashlib.sha256(f"{checkpoint.identity} {layout}".encode()).hexdigest()[:8]
     places = _in_place_drives(checkpoint, drives) if layout == "in-place" else [spec.path.resolve() for spec in drives]
     if home is None:
-        home = (checkpoint_dir if layout == "in-place" else places[0]) / slice_folder(short_id)
+        home = (checkpoint.folder if layout == "in-place" else places[0]) / slice_folder(short_id)
     with lock_home(home):
         if not (home / MANIFEST_NAME).exists():
             _begin(home, checkpoint, places, drives, layout, short_id, progress)
@@ -88,11 +110,15 @@ def create_store(
                 _claim_drive(manifest, drive, slice_folder(short_id))
             check_drive(manifest, drive)
         check_files(manifest)
-        ingest(manifest, checkpoint, progress)
-    return home
+        yield manifest
 
 
-def _check_specs(drives: Sequence[DriveSpec], layout: str) -> None:
+def check_specs(drives: Sequence[DriveSpec], layout: str) -> None:
+    """Checks drives as a user names them.
+
+    Raises:
+        UsageError: they make no sense; DriveMissingError: one is not a directory.
+    """
     paths = [spec.path.resolve() for spec in drives]
     for spec in drives:
         if not spec.path.is_dir():

@@ -12,19 +12,20 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from deltafin.checkpoint import Checkpoint
-from deltafin.errors import DriveError, DriveFullError, Interrupted, StoreError
+from deltafin.errors import DeltafinError, DriveError, DriveFullError, Interrupted, StoreError
 from deltafin.store.files import fsync_path, sync
 from deltafin.store.manifest import Manifest, PresenceLog
 from deltafin.store.meter import REPORT_SECONDS, Meter, Progress
-from deltafin.store.source import AGAIN, BlobSource
+from deltafin.store.source import AGAIN
 from deltafin.store.types import SLICE_ALIGN, DriveInfo
 
 BATCH_BYTES = 256 << 20
@@ -71,13 +72,49 @@ class _Shared:
         self.stop.set()
 
 
-def ingest(manifest: Manifest, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
-    """Makes every slice of ``manifest`` present.
+class Source(Protocol):
+    """Where a mover gets blobs from; each has one of its own."""
+
+    def read(self, blob: int, begin: int, end: int) -> memoryview:
+        """Bytes [begin, end) of ``blob``, valid until the next call."""
+
+    def close(self) -> None:
+        """Called once, by the mover."""
+
+
+class Witness(Protocol):
+    """Decides when written slices may be believed: when the file they come from has proved genuine."""
+
+    def durable(self, rows: Sequence[Row]) -> None:
+        """These slices are on their drives. Called in the thread that called ``ingest``, as the next one."""
+
+    def believed(self) -> list[int]:
+        """Blobs that may be believed since the last call; raises when a file is not genuine."""
+
+    def finish(self) -> None:
+        """Everything is durable: waits until all has been judged."""
+
+
+def ingest(
+    manifest: Manifest,
+    source: Callable[[], Source],
+    progress: Progress | None = None,
+    *,
+    blobs: Sequence[int] | None = None,
+    movers: int | None = None,
+    witness: Witness | None = None,
+    interrupt: Callable[[], None] = lambda: None,
+) -> None:
+    """Makes slices of ``manifest`` present.
 
     Args:
-        manifest: of an install of ``checkpoint``, striped or in place.
-        checkpoint: where missing bytes come from.
+        manifest: of an install, striped or in place.
+        source: makes a mover's source of missing bytes.
         progress: called from this thread a few times per second and once at the end.
+        blobs: which to bring, in this order; None for all, in the order in which the slice files grow.
+        movers: blobs on their way at a time.
+        witness: when given, slices are present only once it believes them.
+        interrupt: makes sources give up what they wait for; called when this thread is told to stop.
 
     Raises:
         DriveFullError: a drive has no room; finished work is kept.
@@ -86,37 +123,54 @@ def ingest(manifest: Manifest, checkpoint: Checkpoint, progress: Progress | None
         ManifestError: the manifest cannot be written.
         Interrupted: Ctrl-C; finished work is kept.
     """
-    todo = np.flatnonzero(~manifest.present)
-    striped = manifest.layout == "striped"
-    meter = Meter(manifest, progress, "copy" if striped else "checksum")
-    if not len(todo):
-        meter.report([0] * len(manifest.drives), force=True)
+    m = manifest
+    order = _reading_order(m) if blobs is None else list(blobs)
+    chosen = np.zeros(len(m.first) - 1, dtype=bool)
+    chosen[order] = True
+    wanted = chosen[m.blobs]
+    striped = m.layout == "striped"
+    meter = Meter(m, progress, "copy" if striped else "checksum", wanted)
+    missing = wanted & ~m.present
+    if witness is not None:
+        missing &= ~m.written
+    if not missing.any() and witness is None:
+        meter.report([0] * len(m.drives), force=True)
         return
-    _check_space(manifest)
-    shared = _Shared(moved=[0] * len(manifest.drives))
-    blobs = _missing_blobs(manifest)
-    writers = [_Writer(manifest, drive, shared) for drive in manifest.drives] if striped else []
-    movers = [_Mover(manifest, checkpoint, blobs, shared, writers) for _ in range(max(4, 2 * len(manifest.drives)))]
-    log = PresenceLog(manifest.path)
+    _check_space(m, missing)
+    shared = _Shared(moved=[0] * len(m.drives))
+    work = _missing_slices(m, order, missing)
+    writers = [_Writer(m, drive, shared) for drive in m.drives] if striped else []
+    crew = [_Mover(m, source(), work, shared, writers) for _ in range(movers or max(4, 2 * len(m.drives)))]
+    log = PresenceLog(m.path)
     interrupted = False
     try:
-        for thread in (*movers, *writers):
+        for thread in (*crew, *writers):
             thread.start()
         try:
-            while any(mover.is_alive() for mover in movers):
-                _commit(log, shared, timeout=REPORT_SECONDS)
+            while any(mover.is_alive() for mover in crew):
+                _commit(log, shared, witness, timeout=REPORT_SECONDS)
                 meter.report(shared.moved)
         except KeyboardInterrupt:
             interrupted = True
+            interrupt()
+        except BaseException:
+            interrupt()
+            raise
         finally:
             shared.stop.set()
-            for mover in movers:
+            for mover in crew:
                 mover.join()
             for writer in writers:
                 writer.jobs.put(None)
             for writer in writers:
                 writer.join()
-            _commit(log, shared, timeout=0)
+            _commit(log, shared, witness, timeout=0)
+        if witness is not None and not interrupted and not shared.failures:
+            try:
+                witness.finish()
+                log.believe(witness.believed())
+            except KeyboardInterrupt:
+                interrupted = True
     finally:
         log.close()
     meter.report(shared.moved, force=True)
@@ -126,7 +180,7 @@ def ingest(manifest: Manifest, checkpoint: Checkpoint, progress: Progress | None
         raise shared.failures[0]
 
 
-def _commit(log: PresenceLog, shared: _Shared, timeout: float) -> None:
+def _commit(log: PresenceLog, shared: _Shared, witness: Witness | None, timeout: float) -> None:
     rows: list[Row] = []
     try:
         rows += shared.reports.get(timeout=timeout) if timeout else shared.reports.get_nowait()
@@ -135,40 +189,47 @@ def _commit(log: PresenceLog, shared: _Shared, timeout: float) -> None:
     except queue.Empty:
         pass
     if rows:
-        log.commit(rows)
+        log.commit(rows, believed=witness is None)
+    if witness is not None:
+        if rows:
+            witness.durable(rows)
+        if believed := witness.believed():
+            log.believe(believed)
 
 
-def _missing_blobs(manifest: Manifest) -> Iterator[list[_Slice]]:
-    """Slices to bring, grouped by blob, in the order in which the slice files grow."""
-    m = manifest
-    blobs = m.blobs
-    todo = m.reading_order()
-    todo = todo[~m.present[todo]]
-    order = list(dict.fromkeys(blobs[todo].tolist()))
+def _reading_order(m: Manifest) -> list[int]:
+    """All blobs in the order in which the slice files grow."""
+    return list(dict.fromkeys(m.blobs[m.reading_order()].tolist()))
+
+
+def _missing_slices(m: Manifest, order: Sequence[int], missing: npt.NDArray[np.bool_]) -> Iterator[list[_Slice]]:
+    """Slices to bring, grouped by blob."""
     for blob in order:
         first, end = int(m.first[blob]), int(m.first[blob + 1])
         base = int(m.at[first])
-        yield [
+        slices = [
             _Slice(blob, i - first, int(m.file[i]), int(m.offset[i]), int(m.at[i]) - base, int(m.length[i]))
             for i in range(first, end)
-            if not m.present[i]
+            if missing[i]
         ]
+        if slices:
+            yield slices
 
 
 class _Mover(threading.Thread):
-    """Reads blobs from the checkpoint, one at a time, and passes their slices on."""
+    """Reads blobs from its source, one at a time, and passes their slices on."""
 
     def __init__(
         self,
         manifest: Manifest,
-        checkpoint: Checkpoint,
+        source: Source,
         blobs: Iterator[list[_Slice]],
         shared: _Shared,
         writers: list[_Writer],
     ) -> None:
         super().__init__(daemon=True)
         self._manifest = manifest
-        self._source = BlobSource(manifest, checkpoint)
+        self._source = source
         self._blobs = blobs
         self._shared = shared
         self._writers = writers
@@ -185,7 +246,7 @@ class _Mover(threading.Thread):
                     shared.reports.put(batch)
                     batch, since = [], time.monotonic()
         except Exception as e:
-            shared.fail(e if isinstance(e, StoreError) else StoreError(f"reading the checkpoint failed: {e}"))
+            shared.fail(e if isinstance(e, DeltafinError) else StoreError(f"reading the checkpoint failed: {e}"))
         finally:
             self._source.close()
             shared.reports.put(batch)  # even if empty: it wakes the caller, who looks whether all movers are done
@@ -197,11 +258,12 @@ class _Mover(threading.Thread):
     def _move(self, slices: list[_Slice]) -> list[Row]:
         """Returns rows that are already durable: all in place, none striped."""
         m = self._manifest
-        data = self._source.read(slices[0].blob)
+        begin, end = slices[0].begin, slices[-1].begin + slices[-1].length
+        data = self._source.read(slices[0].blob, begin, end)
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
         rows: list[Row] = []
         for s in slices:
-            part = data[s.begin : s.begin + s.length]
+            part = data[s.begin - begin : s.begin - begin + s.length]
             checksum = xxhash.xxh3_64_intdigest(part)
             drive = m.files[s.file].drive
             if self._writers:
@@ -315,7 +377,7 @@ def drive_error(drive: DriveInfo, error: OSError) -> DriveError:
     )
 
 
-def _check_space(manifest: Manifest) -> None:
+def _check_space(manifest: Manifest, wanted: npt.NDArray[np.bool_]) -> None:
     """Refuses to start what cannot fit.
 
     Raises:
@@ -338,7 +400,7 @@ def _check_space(manifest: Manifest) -> None:
             if entry.drive == drive.index:
                 path = m.file_path(index)
                 have = path.stat().st_size if path.exists() else 0  # written but unmarked bytes need no new room
-                missing = (m.file == index) & ~m.present & (m.offset + padded > have)
+                missing = (m.file == index) & wanted & (m.offset + padded > have)
                 needed[device] = needed.get(device, 0) + int(padded[missing].sum())
     for device, nbytes in needed.items():
         available, drive = free[device]

@@ -88,6 +88,7 @@ class Manifest:
         file, offset, length, at: int64, see ``Extent``.
         checksum: uint64.
         present: bool.
+        written: bool, durable with its checksum recorded, but not yet believed (see ``PresenceLog.commit``).
     """
 
     path: Path
@@ -107,6 +108,7 @@ class Manifest:
     at: Int64
     checksum: npt.NDArray[np.uint64]
     present: npt.NDArray[np.bool_]
+    written: npt.NDArray[np.bool_]
 
     @property
     def expert_blobs(self) -> int:
@@ -232,14 +234,23 @@ class PresenceLog:
         except sqlite3.Error as e:
             raise self._error(e) from None
 
-    def commit(self, rows: Iterable[tuple[int, int, int]]) -> None:
-        """Marks (blob, part, checksum) present.
+    def commit(self, rows: Iterable[tuple[int, int, int]], *, believed: bool = True) -> None:
+        """Marks (blob, part, checksum) present, or only written when the bytes must still prove themselves.
 
         Raises:
             ManifestError: the transaction failed and was rolled back.
         """
-        signed = [(c - (1 << 64) if c >> 63 else c, blob, part) for blob, part, c in rows]
-        self._run("UPDATE slices SET checksum = ?, present = 1 WHERE blob = ? AND part = ?", signed)
+        value = 1 if believed else 2
+        signed = [(c - (1 << 64) if c >> 63 else c, value, blob, part) for blob, part, c in rows]
+        self._run("UPDATE slices SET checksum = ?, present = ? WHERE blob = ? AND part = ?", signed)
+
+    def believe(self, blobs: Iterable[int]) -> None:
+        """Marks what is written of ``blobs`` present.
+
+        Raises:
+            ManifestError: the transaction failed and was rolled back.
+        """
+        self._run("UPDATE slices SET present = 1 WHERE blob = ? AND present = 2", [(blob,) for blob in blobs])
 
     def forget(self, rows: Iterable[tuple[int, int]]) -> None:
         """Marks (blob, part) absent.
@@ -334,6 +345,7 @@ def _load(cls: type[Manifest], path: Path, config: K3Config, db: sqlite3.Connect
         at=table[:, 5].copy(),
         checksum=table[:, 6].copy().view(np.uint64),
         present=table[:, 7] == 1,
+        written=table[:, 7] == 2,
     )
     _require(bool(np.all(np.diff(first) > 0)) and int(first[-1]) == len(table), "blobs without slices")
     _require(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+import numpy as np
+import numpy.typing as npt
+
 from deltafin.store.manifest import Manifest
 from deltafin.store.types import IngestProgress
 
@@ -20,13 +23,21 @@ class Meter:
         manifest: of the install.
         progress: receives the reports.
         phase: ``copy`` and ``checksum`` count towards all slices, ``verify`` towards those present.
+        wanted: which slices count; None for all.
     """
 
-    def __init__(self, manifest: Manifest, progress: Progress | None, phase: str) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        progress: Progress | None,
+        phase: str,
+        wanted: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
         self._progress = progress
         self._phase = phase
-        present = int(manifest.length[manifest.present].sum())
-        self._total = present if phase == "verify" else int(manifest.length.sum())
+        length = manifest.length if wanted is None else manifest.length * wanted
+        present = int(length[manifest.present | manifest.written].sum())
+        self._total = present if phase == "verify" else int(length.sum())
         self._resumed = 0 if phase == "verify" else present
         self._start = self._last = time.monotonic()
         self._moved = [0] * len(manifest.drives)

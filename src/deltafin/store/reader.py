@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -26,6 +27,8 @@ from deltafin.store.types import PAGE, DriveInfo, DriveStats, Extent, ReadCancel
 
 PREFETCH_DEPTH = 2
 """Requests of prefetches in flight per drive: what a demand read may have to wait for at most."""
+if TYPE_CHECKING:
+    from deltafin.store.recovery import Recovery
 
 DEFAULT_DEPTH = 4
 """Requests in flight per drive: enough to keep a consumer NVMe drive at its sequential limit with megabyte
@@ -49,18 +52,32 @@ OnDone = Callable[[BaseException | None], None]
 class Ticket:
     """One submitted read."""
 
-    __slots__ = ("_buffer", "_error", "_lock", "_on_done", "_pieces", "_plan", "_reader", "_remaining", "_started")
+    __slots__ = (
+        "_buffer",
+        "_error",
+        "_lock",
+        "_on_done",
+        "_pieces",
+        "_plan",
+        "_prefetch",
+        "_reader",
+        "_remaining",
+        "_started",
+        "unwanted",
+    )
 
-    def __init__(self, reader: Reader, plan: ReadPlan, buffer: memoryview, on_done: OnDone) -> None:
+    def __init__(self, reader: Reader, plan: ReadPlan, buffer: memoryview, on_done: OnDone, prefetch: bool) -> None:
         self._reader = reader
         self._plan = plan
         self._buffer: memoryview | None = buffer
         self._on_done = on_done
         self._lock = threading.Lock()
-        self._pieces = _pieces(self, plan)
-        self._remaining = len(self._pieces)
-        self._started = False
+        self._pieces = [] if plan.absent else _pieces(self, plan)
+        self._remaining = len(self._pieces) or 1
+        self._started = plan.absent
+        self._prefetch = prefetch
         self._error: BaseException | None = None
+        self.unwanted = False  # cancelled too late: if its drive is away, nobody waits for it
 
     def cancel(self) -> bool:
         """Takes the read back if none of it has started.
@@ -70,6 +87,7 @@ class Ticket:
             when it is under way or over; it then completes as usual.
         """
         with self._lock:
+            self.unwanted = True
             if self._started or self._remaining == 0:
                 return False
             self._remaining = 0
@@ -80,6 +98,7 @@ class Ticket:
     def promote(self) -> None:
         """Moves what has not started of a prefetch to demand priority; harmless otherwise."""
         with self._lock:
+            self._prefetch = False
             waiting = [piece for piece in self._pieces if not piece.claimed] if self._remaining else []
         # A piece may now stand in both queues; whoever takes it second finds it claimed.
         for piece in waiting:
@@ -111,8 +130,23 @@ class Ticket:
             self._remaining -= 1
             if self._remaining:
                 return
-            self._buffer = None
+            buffer, self._buffer = self._buffer, None
+        recovery = self._reader.recovery
+        # A failed prefetch is nobody's loss: if the bytes are needed, a demand read meets the same failure.
+        if self._error is not None and recovery is not None and not (self._prefetch or self.unwanted):  # noqa: SIM102
+            if buffer is not None and recovery.take(self, buffer, self._error):
+                return
+        del buffer
         self._deliver(self._error)
+
+    @property
+    def plan(self) -> ReadPlan:
+        """What is read."""
+        return self._plan
+
+    def finish(self, error: BaseException | None) -> None:
+        """Ends a read that a recovery had taken over."""
+        self._deliver(error)
 
     def _deliver(self, error: BaseException | None) -> None:
         try:
@@ -266,6 +300,8 @@ class Reader:
         # Between reads a worker needs the interpreter for microseconds. By default it would wait five milliseconds
         # for it whenever another thread computes in Python: 64 small reads took 138 ms instead of 13.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+        self._dead: list[DirectFile] = []
+        self.recovery: Recovery | None = None
         self._threads = [
             threading.Thread(target=self._work, args=(queue,), name=f"drive-{queue.drive.index}", daemon=True)
             for queue in self._queues
@@ -299,7 +335,9 @@ class Reader:
             raise ValueError("the buffer is not page-aligned")
         if self._closed:
             raise RuntimeError("the reader is closed")
-        ticket = Ticket(self, plan, buffer, on_done)
+        ticket = Ticket(self, plan, buffer, on_done, prefetch)
+        if plan.absent and (prefetch or self.recovery is None or not self.recovery.take(ticket, buffer, None)):
+            ticket.finish(ReadCancelled(plan.name))  # guesses are not worth a fetch
         for piece in ticket._pieces:
             self._queues[piece.extent.drive].put(piece, prefetch=prefetch)
         return ticket
@@ -349,9 +387,18 @@ class Reader:
                 queue.tokens.put(False)
         for thread in self._threads:
             thread.join()
-        for file in self._files:
+        for file in (*self._files, *self._dead):
             if file is not None:
                 file.close()
+
+    def reopen(self, drive: int) -> None:
+        """Lets later reads open the files of ``drive`` anew: descriptors from before it went away stay dead."""
+        with self._open_lock:
+            for index, (owner, _) in enumerate(self._paths):
+                file = self._files[index]
+                if owner == drive and file is not None:
+                    self._dead.append(file)  # other threads may still be in it
+                    self._files[index] = None
 
     def _work(self, queue: _Queue) -> None:
         while queue.tokens.get():

@@ -32,23 +32,30 @@ class BlobSource:
         self._scratch = AlignedBuffer(1)
         self._unit: tuple[int, int, list[tuple[int, Run]]] = (0, 0, [])
 
-    def read(self, blob: int) -> memoryview:
-        """The bytes of ``blob``, valid until the next call.
+    def read(self, blob: int, begin: int = 0, end: int | None = None) -> memoryview:
+        """Bytes [begin, end) of ``blob``, all by default, valid until the next call.
 
         Raises:
             ReadError: the checkpoint cannot be read.
         """
         runs, nbytes = self._runs(blob)
+        if begin or (end is not None and end < nbytes):
+            nbytes = (nbytes if end is None else end) - begin
+            runs = cut_runs(runs, begin, begin + nbytes)
         if len(runs) == 1 and runs[0][1].nbytes == nbytes:
             self._blob, view = self._direct(self._blob, runs[0][1])
             return view
         self._blob = _at_least(self._blob, nbytes)
         target = self._blob.view[:nbytes]
         target[:] = bytes(nbytes)  # padding between tensors is part of the slice and of its checksum
+        self._gather(target, runs)
+        return target
+
+    def _gather(self, target: memoryview, runs: list[tuple[int, Run]]) -> None:
+        """Puts each run at its place in ``target``."""
         for at, run in runs:
             self._scratch, view = self._direct(self._scratch, run)
             target[at : at + run.nbytes] = view
-        return target
 
     def close(self) -> None:
         """Closes the shards."""
@@ -65,7 +72,7 @@ class BlobSource:
             runs = self._checkpoint.expert_runs(layer + m.config.dense_layers, expert)
             starts = np.cumsum([0, *(run.nbytes for run in runs)]).tolist()
             return list(zip(starts, runs, strict=False)), nbytes
-        return _cut(self._unit_runs(blob), begin, begin + nbytes), nbytes
+        return cut_runs(self._unit_runs(blob), begin, begin + nbytes), nbytes
 
     def _unit_runs(self, blob: int) -> list[tuple[int, Run]]:
         """Where the unit that contains ``blob`` comes from, sorted by position in its buffer."""
@@ -104,7 +111,7 @@ def _at_least(buffer: AlignedBuffer, nbytes: int) -> AlignedBuffer:
     return buffer if buffer.view.nbytes >= nbytes else AlignedBuffer(max(nbytes, SPINE_PAGE))
 
 
-def _cut(runs: list[tuple[int, Run]], begin: int, end: int) -> list[tuple[int, Run]]:
+def cut_runs(runs: list[tuple[int, Run]], begin: int, end: int) -> list[tuple[int, Run]]:
     """The part of ``runs`` between two positions, relative to the first; touching neighbours merged."""
     index = max(0, bisect_right(runs, begin, key=lambda item: item[0]) - 1)
     cut: list[tuple[int, Run]] = []

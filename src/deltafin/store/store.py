@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -15,10 +14,8 @@ from deltafin.errors import ManifestError, SliceMissingError
 from deltafin.store.drives import check_drive, check_files
 from deltafin.store.manifest import MANIFEST_NAME, Manifest
 from deltafin.store.reader import Reader, raise_file_limit
+from deltafin.store.recovery import Recovery, Supplier
 from deltafin.store.types import PAGE, Extent, ReadPlan, SpineTensor, SpineUnit
-
-if TYPE_CHECKING:
-    pass
 
 _MAX_CACHED_PLANS = 16384
 _MAX_CHECKED_METADATA = 64 << 20  # the tensor index is larger and is not used by an opened install
@@ -56,7 +53,6 @@ class Store:
         drive_of_file = np.array([f.drive for f in m.files], dtype=np.int64)
         self._rows = np.stack([drive_of_file[m.file], m.file, m.offset, m.length, m.at], axis=1)
         self._first: list[int] = m.first.tolist()
-        self._complete = np.logical_and.reduceat(m.present, m.first[:-1]).tobytes()
         experts = m.expert_blobs
         starts, ends = m.first[:experts], m.first[1 : experts + 1] - 1
         self.expert_buffer_bytes = -(-int((m.at + m.length)[ends].max(initial=0)) // PAGE) * PAGE
@@ -66,13 +62,23 @@ class Store:
         self._plans: dict[int, ReadPlan] = {}
 
     @classmethod
-    def open(cls, home: Path, *, depth: int | None = None, max_bytes_per_s: Mapping[int, float] | None = None) -> Store:
+    def open(
+        cls,
+        home: Path,
+        *,
+        depth: int | None = None,
+        max_bytes_per_s: Mapping[int, float] | None = None,
+        supplier: Callable[[Manifest], Supplier | None] | None = None,
+        notify: Callable[[str], None] | None = None,
+    ) -> Store:
         """Opens the install at ``home``.
 
         Args:
             home: the install's folder, or a drive that holds exactly one.
             depth: requests in flight per drive; None for the default.
             max_bytes_per_s: bandwidth limit by drive index, for tests and benchmarks.
+            supplier: makes what brings slices that are absent or damaged; without it these are errors.
+            notify: told single sentences for the user while reads wait; logged by default.
 
         Raises:
             ManifestError: no install there, or its manifest or metadata is damaged.
@@ -89,7 +95,10 @@ class Store:
         check_files(manifest)
         raise_file_limit(len(manifest.files))
         paths = [(entry.drive, manifest.file_path(index)) for index, entry in enumerate(manifest.files)]
-        return cls(home, manifest, Reader(manifest.drives, paths, depth=depth, max_bytes_per_s=max_bytes_per_s))
+        reader = Reader(manifest.drives, paths, depth=depth, max_bytes_per_s=max_bytes_per_s)
+        brings = None if supplier is None else supplier(manifest)
+        reader.recovery = Recovery(manifest, brings, reopen=reader.reopen, notify=notify)
+        return cls(home, manifest, reader)
 
     def expert_plan(self, layer: int, expert: int) -> ReadPlan:
         """How to read one routed expert.
@@ -108,11 +117,14 @@ class Store:
         blob = (layer - config.dense_layers) * config.experts + expert
         plan = self._plans.get(blob)
         if plan is None:
-            extents = self._extents(blob, blob + 1)
+            extents, absent = self._extents(blob, blob + 1)
             last = extents[-1]
             view = extents[0].at
             end = last.at + last.length
-            plan = ReadPlan(extents, view, end - view, -(-end // PAGE) * PAGE, f"expert {expert} of layer {layer}")
+            name = f"expert {expert} of layer {layer}"
+            plan = ReadPlan(extents, view, end - view, -(-end // PAGE) * PAGE, name, absent)
+            if absent:
+                return plan
             if len(self._plans) >= _MAX_CACHED_PLANS:
                 self._plans.clear()
             self._plans[blob] = plan
@@ -131,7 +143,7 @@ class Store:
             KeyError: no such unit.
         """
         m, unit = self._manifest, self._manifest.units[key]
-        extents = self._extents(unit.first_blob, unit.first_blob + unit.blobs)
+        extents, _ = self._extents(unit.first_blob, unit.first_blob + unit.blobs)
         tensors = tuple(
             SpineTensor(name, spec.dtype, spec.shape, m.tensor_offsets[name], spec.nbytes)
             for name, spec in spine_inventory(m.config)[key].items()
@@ -140,6 +152,8 @@ class Store:
 
     def close(self) -> None:
         """Stops the reader and closes all files. Idempotent."""
+        if self.reader.recovery is not None:
+            self.reader.recovery.close()
         self.reader.close()
 
     def __enter__(self) -> Store:
@@ -150,21 +164,36 @@ class Store:
     ) -> None:
         self.close()
 
-    def _extents(self, blob: int, end: int) -> tuple[Extent, ...]:
-        absent = self._complete.find(b"\0", blob, end)
-        if absent >= 0:
-            raise SliceMissingError(
-                f"{self._manifest.blob_name(absent)} is not in the install at {self.metadata_dir}",
-                remedy="complete it by running the same deltafin store create again",
-            )
+    def _extents(self, blob: int, end: int) -> tuple[tuple[Extent, ...], bool]:
+        """The extents of blobs [blob, end), and whether they are absent and can be brought."""
+        m = self._manifest
         first, last = self._first[blob], self._first[end]
-        checksums = self._manifest.checksum[first:last].tolist()
-        return tuple(
+        absent = not m.present[first:last].all()
+        # The spine is needed at once and whole: bringing it is a matter of setup, not of a read.
+        if absent and (blob >= m.expert_blobs or self.reader.recovery is None or self.reader.recovery.supplier is None):
+            missing = int(m.blobs[first + int(np.argmin(m.present[first:last]))])
+            raise SliceMissingError(
+                f"{m.blob_name(missing)} is not in the install at {self.metadata_dir}",
+                remedy=self._how_to_complete(missing),
+            )
+        checksums = m.checksum[first:last].tolist()
+        extents = (
             Extent(drive, file, offset, length, at, checksum)
             for (drive, file, offset, length, at), checksum in zip(
                 self._rows[first:last].tolist(), checksums, strict=True
             )
         )
+        return tuple(extents), absent
+
+    def _how_to_complete(self, blob: int) -> str:
+        if not (self.metadata_dir / "released").is_dir():
+            return "complete it by running the same deltafin store create again"
+        config = self.config
+        if blob >= self._manifest.expert_blobs:
+            return "complete it by running the same deltafin setup again"
+        layer, expert = divmod(blob, config.experts)
+        which = f"--layers {layer + config.dense_layers} --experts {expert}"
+        return f"fetch it with: deltafin fetch --store {self.metadata_dir} {which}; or allow the network"
 
 
 def find_home(path: Path) -> Path:

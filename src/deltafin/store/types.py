@@ -50,6 +50,7 @@ class ReadPlan:
         nbytes: length of the blob.
         buffer_bytes: bytes the buffer must have, a multiple of ``PAGE``.
         name: what is read, for error messages.
+        absent: the bytes are not in the install and must be brought; checksums mean nothing.
     """
 
     extents: tuple[Extent, ...]
@@ -57,6 +58,7 @@ class ReadPlan:
     nbytes: int
     buffer_bytes: int
     name: str = "blob"
+    absent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

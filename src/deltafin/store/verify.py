@@ -20,6 +20,7 @@ from deltafin.store.ingest import ingest
 from deltafin.store.manifest import Manifest, PresenceLog
 from deltafin.store.meter import Meter, Progress
 from deltafin.store.reader import DEFAULT_DEPTH, Reader, raise_file_limit
+from deltafin.store.source import BlobSource
 from deltafin.store.store import check_metadata, find_home
 from deltafin.store.types import PAGE, Extent, ReadPlan
 
@@ -137,7 +138,8 @@ def repair_store(home: Path, checkpoint_dir: Path, progress: Progress | None = N
             log.forget((slice_.blob, slice_.part) for slice_ in report.bad)
         finally:
             log.close()
-        ingest(Manifest.load(home), checkpoint, progress)
+        manifest = Manifest.load(home)
+        ingest(manifest, lambda: BlobSource(manifest, checkpoint), progress)
     return report
 
 

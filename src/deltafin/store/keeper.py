@@ -1,0 +1,126 @@
+"""Keeping slices that were brought while the install was in use: written, made durable, then marked present.
+
+Nobody waits for it: the bytes have been delivered before. What cannot be kept (a full or read-only drive) is said once
+and fetched again when it is needed again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from deltafin.errors import DeltafinError
+from deltafin.store.files import fsync_path, sync
+from deltafin.store.manifest import Manifest, PresenceLog
+from deltafin.store.types import SLICE_ALIGN
+
+_MOST_WAITING = 32
+"""Slices in memory on their way to the drives; beyond that the caller's thread waits for the drives."""
+
+_GATHER_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    index: int
+    blob: int
+    checksum: int
+    data: bytes
+
+
+class Keeper:
+    """Writes slices in one thread, which starts with the first of them.
+
+    Args:
+        manifest: of the install; its arrays are updated once a slice is durable.
+        notify: told once why slices cannot be kept.
+    """
+
+    def __init__(self, manifest: Manifest, notify: Callable[[str], None]) -> None:
+        self._m = manifest
+        self._notify = notify
+        self._items: SimpleQueue[_Item | None] = SimpleQueue()
+        self._room = threading.Semaphore(_MOST_WAITING)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._told = manifest.layout == "in-place"  # the released files are the user's: never written to
+
+    def put(self, index: int, blob: int, checksum: int, data: memoryview) -> None:
+        """Keeps slice ``index``; its bytes are copied before this returns. May be called from any thread."""
+        if self._m.layout == "in-place":
+            return
+        self._room.acquire()
+        self._items.put(_Item(index, blob, checksum, bytes(data)))
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="keeper", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Returns when everything that was put is durable."""
+        if self._thread is not None:
+            self._items.put(None)
+            self._thread.join()
+
+    def _work(self) -> None:
+        last = False
+        while not last:
+            batch: list[_Item] = []
+            item = self._items.get()
+            if item is not None:
+                time.sleep(_GATHER_SECONDS)  # one sync serves all experts of a layer
+            while item is not None:
+                batch.append(item)
+                try:
+                    item = self._items.get_nowait()
+                except Empty:
+                    break
+            else:
+                last = True
+            try:
+                if batch:
+                    self._keep(batch)
+            except (OSError, DeltafinError) as e:
+                if not self._told:
+                    self._told = True
+                    reason = e.message if isinstance(e, DeltafinError) else f"{e.filename or 'a drive'}: {e.strerror}"
+                    self._notify(f"what is fetched cannot be kept: {reason}")
+            self._room.release(len(batch)) if batch else None
+
+    def _keep(self, batch: list[_Item]) -> None:
+        m = self._m
+        files: dict[int, int] = {}
+        created: set[Path] = set()
+        try:
+            for item in batch:
+                number = int(m.file[item.index])
+                fd = files.get(number)
+                if fd is None:
+                    path = m.file_path(number)
+                    if not path.exists():
+                        created.add(path.parent)
+                    fd = files[number] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                data = memoryview(item.data + bytes(-len(item.data) % SLICE_ALIGN))
+                done = 0
+                while done < len(data):
+                    done += os.pwrite(fd, data[done:], int(m.offset[item.index]) + done)
+            for fd in files.values():
+                sync(fd)
+            for folder in created:
+                fsync_path(folder)
+        finally:
+            for fd in files.values():
+                os.close(fd)
+        log = PresenceLog(m.path)
+        try:
+            log.commit((item.blob, item.index - int(m.first[item.blob]), item.checksum) for item in batch)
+        finally:
+            log.close()
+        for item in batch:
+            m.checksum[item.index] = item.checksum
+            m.present[item.index] = True

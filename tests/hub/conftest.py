@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deltafin import offline
+from deltafin.bench.hub import LocalHub
+from deltafin.hub.client import Hub
+from deltafin.hub.pins import Pin
+
+MINI = Path(__file__).parents[2] / "src/deltafin/mini_k3"
+
+
+@pytest.fixture(autouse=True)
+def _own_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No proxies, no token of the user's, and no switch left over from another test."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test_token")
+    monkeypatch.setitem(offline._state, "forbidden", False)
+    monkeypatch.setitem(offline._state, "allowed", False)
+
+
+@pytest.fixture
+def served() -> Iterator[LocalHub]:
+    """The miniature family on a hub of this machine."""
+    with LocalHub({"mini/k3": MINI / "target", "mini/dspark": MINI / "dspark", "mini/qwen": MINI / "qwen"}) as hub:
+        yield hub
+
+
+@pytest.fixture
+def pin(served: LocalHub) -> Pin:
+    return Pin("mini/k3", served.revision)
+
+
+@pytest.fixture
+def client(served: LocalHub) -> Iterator[Hub]:
+    hub = Hub(served.endpoint, hosts=["localhost"], timeout=2.0, backoff=(0.01, 0.05))
+    yield hub
+    hub.close()
