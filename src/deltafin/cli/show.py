@@ -208,7 +208,8 @@ def progress_text(p: PrefillProgress) -> str:
     if p.read_bytes:
         parts.append(f"{gigabytes(p.read_bytes)} read")
         if p.seconds > 0.2:
-            parts.append(f"{gigabytes(p.read_bytes / p.seconds)}/s")
+            rates = [gigabytes(read / p.seconds) for read in p.drive_bytes or (p.read_bytes,)]
+            parts.append(f"{' + '.join(rates)}/s")
     if p.seconds > 0.5 and 0 < p.done < p.total:
         parts.append(f"{p.seconds * (p.total - p.done) / p.done:,.0f} s left")
     return " · ".join(parts)

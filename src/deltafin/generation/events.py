@@ -18,6 +18,7 @@ class PrefillProgress:
         reused: prompt tokens whose state was already there.
         read_bytes: bytes read from drives since the prefill began.
         seconds: since the prefill began.
+        drive_bytes: bytes read from each drive since the prefill began.
     """
 
     done: float
@@ -25,6 +26,7 @@ class PrefillProgress:
     reused: int
     read_bytes: int
     seconds: float
+    drive_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,7 @@ class Session:
                     logits: torch.Tensor = done.value
                     break
                 finished = position - self._reused + len(chunk) * layer / layers
-                yield PrefillProgress(finished, total, self._reused, meter.read_bytes, meter.elapsed)
+                yield PrefillProgress(finished, total, self._reused, meter.read_bytes, meter.elapsed, meter.drive_bytes)
             meter.passes += 1
             self._commit(chunk)
             if self.state.position == len(self.tokens):
@@ -283,6 +283,12 @@ class _Meter:
             + engine.spine.stats.read_bytes
             - self._spine.read_bytes
         )
+
+    @property
+    def drive_bytes(self) -> tuple[int, ...]:
+        """Bytes read from each drive since the phase began."""
+        now = self._engine.store.reader.stats()
+        return tuple(a.bytes - b.bytes for a, b in zip(now, self._drives, strict=True))
 
     def phase(self, tokens: int) -> PhaseStats:
         """Closes the current phase and begins the next."""
