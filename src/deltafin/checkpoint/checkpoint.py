@@ -94,13 +94,13 @@ class Checkpoint:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            return cls._open(folder)
+            return cls._open(folder, shards)
         finally:
             if collecting:
                 gc.enable()
 
     @classmethod
-    def _open(cls, folder: Path) -> Checkpoint:
+    def _open(cls, folder: Path, shards: Shards) -> Checkpoint:
         config = K3Config.load(folder)
         limit = _HEADER_BYTES_PER_TENSOR * (text_tensor_count(config) + _VISION_ALLOWANCE)
         limit = min(limit, MAX_HEADER_BYTES)
