@@ -32,6 +32,7 @@ class Work:
         thinking: whether the reply begins inside the thinking part; None: raw text.
         logprobs: how many rivals to report; None: no report.
         form: what the reply must look like.
+        before: the ids that will stand before the reply when the client sends it back.
         resume_key: the client's idempotency key, when a cut reply is to be continued.
     """
 
@@ -42,6 +43,7 @@ class Work:
     thinking: bool | None
     logprobs: int | None
     form: ReplyForm | None
+    before: tuple[int, ...] = ()
     resume_key: str | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import xxhash
@@ -30,7 +30,6 @@ class Prepared:
     """A request ready to run.
 
     Attributes:
-        tools: whether the request has tools, for the finish reason.
         stream: None for one answer, else how to stream it.
     """
 
@@ -94,7 +93,11 @@ class Preparer:
             def recall(message: AssistantMessage, before: Sequence[int]) -> list[int] | None:
                 return self._turns.recall(message, before, thinking)
 
-            ids = encode_chat(self._tokenizer, parse_messages(raw["messages"]), options, recall=recall)
+            messages = parse_messages(raw["messages"])
+            ids = encode_chat(self._tokenizer, messages, options, recall=recall)
+            # What K3's template says about the next turn only will not stand before that turn later.
+            lasting = replace(options, tool_choice=None, response_format=None)
+            before = ids if lasting == options else encode_chat(self._tokenizer, messages, lasting, recall=recall)
         except DeltafinError as e:
             raise from_deltafin(e, "messages") from None
         reply = _form(request, thinking)
@@ -104,7 +107,7 @@ class Preparer:
         most = request.max_completion_tokens or request.max_tokens
         named = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         form_key = None if reply.free else reply.grammar()
-        return self._prepared(request, ids, most, named, thinking, count, reply, form_key, idempotency_key)
+        return self._prepared(request, ids, most, named, thinking, count, reply, form_key, idempotency_key, before)
 
     def completion(self, body: bytes, idempotency_key: str | None = None) -> Prepared:
         """``POST /v1/completions``.
@@ -157,6 +160,7 @@ class Preparer:
         form: ReplyForm | None,
         form_key: str | None,
         idempotency_key: str | None,
+        before: Sequence[int] = (),
     ) -> Prepared:
         if most is not None and most > self._max_tokens:
             raise ApiError(
@@ -183,7 +187,7 @@ class Preparer:
             idempotency_key = None
         elif idempotency_key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_RESUME_KEY}}}", idempotency_key):
             raise ApiError(400, f"Idempotency-Key must have 1 to {MAX_RESUME_KEY} visible characters")
-        work = Work(key, tuple(ids), max_new, stops, thinking, logprobs, form, idempotency_key)
+        work = Work(key, tuple(ids), max_new, stops, thinking, logprobs, form, tuple(before), idempotency_key)
         return Prepared(work, (request.stream_options or StreamOptions()) if request.stream else None)
 
 

@@ -143,7 +143,7 @@ class Worker:
             reasoning_content=reasoning or None,
             tool_calls=[MessageCall(function=FunctionCall(name=c.name, arguments=c.arguments)) for c in reply.calls],
         )
-        self._turns.remember(work.prompt, reply.ids, message, work.thinking)
+        self._turns.remember(work.before, reply.ids, message, work.thinking)
 
 
 class _Reply:

@@ -22,8 +22,8 @@ from deltafin.text.tokenizer import CLOSE, END_OF_MESSAGE, OPEN, PATTERN, SEP, K
 
 MAX_GRAMMAR_CHARS = 1 << 20
 _JSON_TYPES = ("number", "boolean", "null", "object", "array")
-# White space that K3 likes is allowed; without a bound, greedy decoding could go on with it for ever.
-_WHITE_SPACE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{0,80}"}
+# Compact, spaced and indented JSON are all allowed, but nothing that greedy decoding could go on with for ever.
+_WHITE_SPACE = {"whitespace_flexible": True, "whitespace_pattern": r" ?|\r?\n[ \t]{0,64}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,9 @@ class ReplyForm:
         if self.calls != "required":
             bodies.append(f"{content} {ends} {end}")
         if self.calls != "forbidden" and self.functions:
-            call = " | ".join(rules.call(f) for f in self.functions)
-            calls = rules.add(f"({call})" + ("+" if self.parallel else ""))
+            calls = rules.calls(self.functions, first=True)
+            if self.parallel:
+                calls = rules.add(f"{calls} {rules.calls(self.functions, first=False)}*")
             spoken = "TEXT" if self.schema is None else f"{content}?"
             bodies.append(f"{spoken} {ends} {_open('tools')} {calls} {_close('tools')} {end}")
         lines = [f"start: {think}({' | '.join(bodies)})", "TEXT: /(?s:.*)/", *rules.lines]
@@ -146,17 +147,24 @@ class _Rules:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self._arguments: dict[str, str] = {}  # rule of each function's arguments
 
     def add(self, body: str) -> str:
         name = f"r{len(self.lines)}"
         self.lines.append(f"{name}: {body}")
         return name
 
-    def call(self, function: Function) -> str:
-        """A call of ``function`` with any arguments, or with those its strict schema asks for."""
-        arguments = self.add(self._any_arguments() if function.strict is None else self._strict(function))
-        header = json.dumps('call tool="' + function.name + '" index="')
-        opening = f"{OPEN} {header} /[1-9][0-9]{{0,3}}/ {_Q} {SEP}"
+    def calls(self, functions: Sequence[Function], *, first: bool) -> str:
+        """A call of one of ``functions``, with any arguments or with those its strict schema asks for."""
+        index = '"1"' if first else "/[1-9][0-9]{0,2}/"
+        return self.add(" | ".join(self._call(f, index) for f in functions))
+
+    def _call(self, function: Function, index: str) -> str:
+        if function.name not in self._arguments:
+            body = self._any_arguments() if function.strict is None else self._strict(function)
+            self._arguments[function.name] = self.add(body)
+        arguments = self._arguments[function.name]
+        opening = f'{OPEN} "call tool=" {_Q} "{function.name}" {_Q} " index=" {_Q} {index} {_Q} {SEP}'
         return self.add(f"{opening} {arguments} {_close('call')}")
 
     def _any_arguments(self) -> str:
