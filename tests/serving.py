@@ -23,7 +23,7 @@ from deltafin.text.tokenizer import K3Tokenizer
 MODEL = "deltafin-mini-k3"
 LONG = {
     "type": "json_schema",
-    "json_schema": {"name": "long", "schema": {"type": "array", "items": {"enum": [1]}, "minItems": 400}},
+    "json_schema": {"name": "long", "schema": {"type": "array", "items": {"enum": [1]}, "minItems": 3000}},
 }
 """A response format whose reply takes long."""
 
@@ -63,7 +63,7 @@ class Running:
 
 
 @contextmanager
-def serving(home: Path, folder: Path, *, context: int = 1024, disk: int = 1 << 30, **options: Any) -> Iterator[Running]:
+def serving(home: Path, folder: Path, *, context: int = 4096, disk: int = 1 << 30, **options: Any) -> Iterator[Running]:
     """Serves the install at ``home``, keeping states in ``folder``."""
     with Engine.open(home, EngineOptions(context=context)) as engine:
         tokenizer = K3Tokenizer.load(engine.store.metadata_dir, engine.config)

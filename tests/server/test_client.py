@@ -255,10 +255,10 @@ def test_errors_are_the_clients_own(server: Running) -> None:
         ask(server, model="gpt-4o")
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as long:
-        ask(server, [{"role": "user", "content": "word " * 2000}])
+        ask(server, [{"role": "user", "content": "word " * 5000}])
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as more:
-        ask(server, max_tokens=1020)
+        ask(server, max_tokens=4090)
     assert more.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
         server.client().models.retrieve("other")

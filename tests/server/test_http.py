@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,9 +49,15 @@ def raw(server: Running, data: bytes, *, wait: float = 10.0) -> bytes:
 
 def request(server: Running, body: bytes, **headers: str) -> bytes:
     """A request as bytes; header names have underscores for dashes."""
-    given = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
+    given = {"Host": "localhost", "Content_Type": "application/json", "Content_Length": str(len(body)), **headers}
     lines = [f"{name.replace('_', '-')}: {value}" for name, value in given.items()]
     return "\r\n".join(["POST /v1/chat/completions HTTP/1.1", *lines, "", ""]).encode() + body
+
+
+def figure(server: Running, name: str) -> float:
+    """One of the server's own figures."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(name)))
 
 
 def test_hosts(server: Running) -> None:
@@ -132,10 +138,8 @@ def test_slow_bodies_time_out(mini_store: Path, tmp_path: Path) -> None:
             drip.settimeout(0.2)
             while not answer and time.monotonic() - started < 8:
                 drip.sendall(b" ")
-                try:
+                with contextlib.suppress(TimeoutError):
                     answer = drip.recv(1000)
-                except TimeoutError:
-                    pass
             assert b" 408 " in answer
 
 
@@ -179,7 +183,8 @@ def test_one_at_a_time(server: Running) -> None:
 
 def test_other_endpoints_answer_while_k3_works(server: Running) -> None:
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=slow(), timeout=60) as first:
-        next(first.iter_lines())
+        kept = first.iter_lines()  # dropping it would close the connection
+        next(kept)
         with httpx.Client() as client:
             client.get(f"{server.url}/health")
             seconds = []
@@ -217,7 +222,7 @@ def test_what_a_leaving_client_had_computed_is_kept(server: Running) -> None:
 
 
 def test_the_same_request_attaches(server: Running) -> None:
-    before = httpx.get(f"{server.url}/metrics").text
+    before = figure(server, "deltafin_attached")
     fields = slow(max_tokens=60, messages=[{"role": "user", "content": "Twice?"}])
     with ThreadPoolExecutor(4) as pool:
         with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=fields, timeout=60) as first:
@@ -231,13 +236,7 @@ def test_the_same_request_attaches(server: Running) -> None:
     content = whole.json()["choices"][0]["message"]["content"]
     chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == content
-    attached = [
-        t.split()[-1]
-        for t in (before, httpx.get(f"{server.url}/metrics").text)
-        for t in t.splitlines()
-        if t.startswith("deltafin_attached")
-    ]
-    assert float(attached[1]) == float(attached[0]) + 2
+    assert figure(server, "deltafin_attached") == before + 2
 
 
 def test_identical_requests_are_answered_from_the_memo(server: Running) -> None:
@@ -267,18 +266,17 @@ def test_fifty_clients(mini_store: Path, tmp_path: Path) -> None:
 
 def test_the_queue_tells_its_position(mini_store: Path, tmp_path: Path) -> None:
     with serving(mini_store, tmp_path, queue=1) as server:
-        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=slow(max_tokens=80), timeout=60) as first:
-            next(first.iter_lines())
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=slow(), timeout=60) as first:
+            kept = first.iter_lines()  # dropping it would close the connection
+            next(kept)
             options = {"stream": True, "stream_options": {"include_progress": True, "include_usage": True}}
-            waiting = {**CHAT, "messages": [{"role": "user", "content": "Second?"}], "max_tokens": 3, **options}
+            waiting = {**CHAT, "messages": [{"role": "user", "content": "Second? " * 300}], "max_tokens": 3, **options}
             with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=waiting, timeout=60) as second:
                 lines = second.iter_lines()
-                head = [
-                    json.loads(line[6:]) for _, line in zip(range(3), lines, strict=False) if line.startswith("data")
-                ]
-                assert head[-1]["progress"]["queue_position"] == 1
+                position = json.loads(next(line for line in lines if "queue_position" in line)[6:])
+                assert position["progress"]["queue_position"] == 1
                 assert server.chat("Third?").status_code == 429
-                threading.Thread(target=first.read).start()
+                first.close()
                 rest = [line for line in lines if line]
         chunks = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
         shares = [c["progress"]["prefill"]["share"] for c in chunks if c.get("progress") and c["progress"]["prefill"]]
@@ -291,8 +289,10 @@ def test_the_queue_tells_its_position(mini_store: Path, tmp_path: Path) -> None:
 
 def test_silence_is_filled_from_the_first_second(mini_store: Path, tmp_path: Path) -> None:
     with serving(mini_store, tmp_path, queue=1) as server:
-        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=slow(), timeout=60) as first:
-            next(first.iter_lines())
+        url = f"{server.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=slow(), timeout=60) as first:
+            kept = first.iter_lines()  # dropping it would close the connection
+            next(kept)
             started = time.monotonic()
             waiting = {**CHAT, "messages": [{"role": "user", "content": "Second?"}], "stream": True}
             with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=waiting, timeout=60) as second:
@@ -318,16 +318,14 @@ def test_an_error_in_mid_stream(server: Running, monkeypatch: pytest.MonkeyPatch
         return forward(*args, **how)
 
     monkeypatch.setattr(target, "forward", fails)
-    got = server.post(
-        "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "Broken?"}], "stream": True}
-    )
+    got = server.chat("Broken?", stream=True)
     lines = [line for line in got.text.splitlines() if line]
     assert lines[-1] == "data: [DONE]"
     error = json.loads(lines[-2][6:])["error"]
     assert error["type"] == "server_error"
     assert "/secret" not in got.text
     calls = 0
-    whole = server.post("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "Broken again?"}]})
+    whole = server.chat("Broken again?")
     assert whole.status_code == 503
     monkeypatch.undo()
     assert server.chat("Broken?").status_code == 200

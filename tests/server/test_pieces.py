@@ -82,7 +82,8 @@ def test_reasoning_content_calls_and_log_probabilities(tok: K3Tokenizer) -> None
         "tool_calls": [call, call],
     }
     segments = render([*parse_messages([{"role": "user", "content": "q"}, message])])
-    start = max(i for i, s in enumerate(segments) if s == Segment("think", False) and segments[i - 1].text == OPEN)
+    starts = [i for i, s in enumerate(segments) if s == Segment("think", False) and segments[i - 1].text == OPEN]
+    start = starts[-2]  # the last one opens the next turn
     body = segments[start + 2 :]
     end = next(i for i, s in enumerate(body) if s.text == "<|end_of_msg|>")
     ids: list[int] = []

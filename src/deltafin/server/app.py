@@ -105,6 +105,7 @@ def create_app(
             "reuse_ram": (reuse.ram, True, "Prefixes found in RAM."),
             "reuse_disk": (reuse.disk, True, "Prefixes found on disk."),
             "reused_tokens": (reuse.reused_tokens, True, "Prompt tokens that needed no pass."),
+            "resumed_tokens": (worker.resumed_tokens, True, "Tokens that an earlier run of the server had decided."),
             "states_unsaved": (session.files_failure is not None, False, "Whether states cannot be saved."),
         }
 

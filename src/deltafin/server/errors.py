@@ -90,3 +90,12 @@ def path_of(loc: tuple[int | str, ...]) -> str:
     for part in loc:
         out += f"[{part}]" if isinstance(part, int) else f".{part}" if out else part
     return out
+
+
+def place_of(error: BaseException) -> str:
+    """Type and place of a defect, fit for a log: an exception's text may hold a request's."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    where = f" at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame is not None else ""
+    return f"{type(error).__name__}{where}"

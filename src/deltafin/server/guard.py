@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
-from deltafin.server.errors import ApiError
+from deltafin.server.errors import ApiError, place_of
 
 log = logging.getLogger("deltafin.server")
 
@@ -71,12 +71,7 @@ class Guard:
         except (OSError, asyncio.CancelledError):
             raise
         except Exception as e:
-            # The request's text may be part of the exception's, so only the type and place are logged.
-            frame = e.__traceback__
-            while frame is not None and frame.tb_next is not None:
-                frame = frame.tb_next
-            place = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else "?"
-            log.error("internal error %s at %s (request %s)", type(e).__name__, place, request_id)
+            log.error("internal error %s (request %s)", place_of(e), request_id)
             if not started:
                 await respond(
                     sending, ApiError(500, f"internal error, see request {request_id} in the server's output")

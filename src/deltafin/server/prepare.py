@@ -187,6 +187,8 @@ class Preparer:
             idempotency_key = None
         elif idempotency_key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_RESUME_KEY}}}", idempotency_key):
             raise ApiError(400, f"Idempotency-Key must have 1 to {MAX_RESUME_KEY} visible characters")
+        elif idempotency_key is not None and not self._turns.belongs(idempotency_key, key):
+            raise ApiError(422, "this Idempotency-Key was used with another request", code="idempotency_key_reused")
         work = Work(key, tuple(ids), max_new, stops, thinking, logprobs, form, tuple(before), idempotency_key)
         return Prepared(work, (request.stream_options or StreamOptions()) if request.stream else None)
 

@@ -7,8 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from deltafin.text.messages import MESSAGES_SCHEMA
-
 MAX_STOPS = 4
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
@@ -185,12 +183,24 @@ def _choice(value: Any) -> Any:
     return value if isinstance(value, str) else NamedChoice.model_validate(value)
 
 
+_NAMED = {
+    "type": "object",
+    "required": ["type", "function"],
+    "additionalProperties": False,
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "additionalProperties": False,
+            "properties": {"name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}},
+        },
+    },
+}
 ToolChoice = Annotated[
     Any,
     BeforeValidator(_choice),
-    WithJsonSchema(
-        {"anyOf": [{"enum": ["none", "auto", "required"]}, NamedChoice.model_json_schema(ref_template="#/{model}")]}
-    ),
+    WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED]}),
 ]
 
 
@@ -219,7 +229,7 @@ class ResponseFormat(_Strict):
 class ChatRequest(_Request):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Any], Field(min_length=1), WithJsonSchema(MESSAGES_SCHEMA)]
+    messages: Annotated[list[Any], Field(min_length=1), WithJsonSchema({"type": "array"})]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     reasoning_effort: Literal["low", "high", "max", "none"] | None = None
     logprobs: bool = False

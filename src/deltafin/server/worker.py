@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from deltafin.errors import DeltafinError
 from deltafin.generation.events import Finished, FinishReason, PrefillProgress, TokenDecided, TokenLogprobs
-from deltafin.server.errors import ApiError, from_deltafin
+from deltafin.server.errors import ApiError, from_deltafin, place_of
 from deltafin.server.jobs import Job, Progress, Work
 from deltafin.server.pieces import Assembler, Call, Done, Failed, Text
 from deltafin.sessions.reuse import ReusingSession
@@ -42,6 +42,7 @@ class Worker:
         self._turns = turns
         self._grammars = grammars
         self._clear = clear
+        self.resumed_tokens = 0
 
     def run(self, job: Job) -> None:
         """Publishes pieces up to ``Done`` or ``Failed``."""
@@ -58,7 +59,7 @@ class Worker:
         except ApiError as e:
             job.publish(Failed(e))
         except Exception as e:
-            log.exception("internal error in a generation")
+            log.error("internal error in a generation: %s", place_of(e))
             job.publish(Failed(ApiError(500, f"internal error ({type(e).__name__})", code="internal_error")))
 
     def _reply(self, job: Job) -> None:
@@ -101,6 +102,7 @@ class Worker:
         if constraint is not None:
             for token, _ in earlier:
                 constraint.accept(token)
+        self.resumed_tokens += len(earlier)
         return earlier
 
     def _generate(

@@ -117,6 +117,13 @@ class TurnLog:
             return out
         return []
 
+    def belongs(self, key: str, work: str) -> bool:
+        """Whether ``key`` is free or already this request's."""
+        with self._lock, contextlib.suppress(sqlite3.Error):
+            row = self._db.execute("SELECT work FROM requests WHERE key = ?", (key,)).fetchone()
+            return row is None or row[0] == work
+        return True
+
     def decided(self, key: str, place: int, token: int, logprobs: TokenLogprobs | None) -> None:
         """Writes down the token at ``place`` of a resumable request."""
         info = None if logprobs is None else json.dumps([logprobs.logprob, logprobs.top])
