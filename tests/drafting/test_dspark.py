@@ -76,6 +76,7 @@ def test_agrees_with_the_float64_reference(
     parts = torch.from_numpy(taps).float().split(CONFIG.hidden, 1)
     mine.append([part.bfloat16() for part in parts])
     assert mine.position == len(ids)
+    mine.hopeless = 0.0
     hidden = mine.block(ids[-1]).numpy()
     np.testing.assert_allclose(hidden, wanted.hidden, rtol=0, atol=2e-3)
     proposal = mine.propose(ids[-1], BLOCK)
@@ -103,9 +104,28 @@ def test_k3_hands_over_what_the_float64_target_computes(
 def test_fewer_proposals_are_a_prefix(draft: Callable[[int], DSpark]) -> None:
     mine = draft(64)
     mine.append(random_taps(20))
+    mine.hopeless = 0.0
     full = mine.propose(17, BLOCK)
+    assert len(full.tokens) == BLOCK
     for count in range(1, BLOCK):
         assert mine.propose(17, count).tokens == full.tokens[:count]
+
+
+def test_hopeless_tokens_are_not_scored(draft: Callable[[int], DSpark]) -> None:
+    mine = draft(64)
+    mine.append(random_taps(20))
+    mine.hopeless = 0.0
+    full = mine.propose(17, BLOCK)
+    alive, expected = 1.0, 0
+    for sure in full.confidence:
+        alive *= sure
+        if expected and alive < 0.3:
+            break
+        expected += 1
+    mine.hopeless = 0.3
+    short = mine.propose(17, BLOCK)
+    assert (short.tokens, short.confidence) == (full.tokens[:expected], full.confidence[:expected])
+    assert expected < BLOCK
 
 
 @pytest.mark.parametrize("parts", [[1] * 30, [7, 23], [30]])

@@ -45,6 +45,7 @@ class DSpark:
 
     Attributes:
         position: committed tokens of the sequence.
+        hopeless: estimated probability of acceptance below which no further token is scored.
     """
 
     def __init__(self, weights: DSparkWeights, embed: Embed, lm_head: torch.Tensor, *, capacity: int) -> None:
@@ -54,6 +55,9 @@ class DSpark:
         self._embed = embed
         self._lm_head = lm_head
         self._mask_rows: torch.Tensor | None = None
+        self._confidence = self._w["confidence_head.proj.weight"][0].float()
+        self._confidence_bias = float(self._w["confidence_head.proj.bias"][0])
+        self.hopeless = 0.02
         c = self.config
         self.capacity = capacity
         self.position = 0
@@ -125,25 +129,30 @@ class DSpark:
     def propose(self, anchor: int, count: int) -> Proposal:
         """Drafts up to ``count`` tokens after ``anchor``, the decided token that the target has not processed.
 
-        The whole block is always computed, since its rows attend to each other; ``count`` only limits the scoring.
+        The whole block is always computed, since its rows attend to each other; ``count`` only limits the scoring,
+        which also ends where acceptance has become hopeless.
         """
         count = min(count, BLOCK)
         hidden = self.block(anchor)[:count]
         logits = kernels.linear(hidden, self._lm_head)
         w1, w2 = self._w["markov_head.markov_w1.weight"], self._w["markov_head.markov_w2.weight"]
-        markov = torch.empty(count, w1.shape[1])
-        tokens = []
-        previous = anchor
+        width = hidden.shape[1]
+        own = (hidden @ self._confidence[:width] + self._confidence_bias).tolist()
+        tokens: list[int] = []
+        confidence: list[float] = []
+        previous, alive = anchor, 1.0
         for row in range(count):
-            markov[row] = w1[previous]
-            scores = kernels.linear(markov[row : row + 1], w2)[0].add_(logits[row])
+            # Row k's confidence looks at the token before it, which its Markov row stands for.
+            markov = w1[previous].float()
+            sure = 1.0 / (1.0 + math.exp(-own[row] - float(markov @ self._confidence[width:])))
+            alive *= sure
+            if tokens and alive < self.hopeless:
+                break
+            scores = kernels.linear(markov[None], w2)[0].add_(logits[row])
             previous = int(torch.argmax(scores))
             tokens.append(previous)
-        # Row k's confidence looks at the token before it, which its Markov row stands for.
-        features = torch.cat([hidden, markov], 1)
-        confidence = kernels.linear(features, self._w["confidence_head.proj.weight"])[:, 0]
-        confidence = (confidence + self._w["confidence_head.proj.bias"].float()).sigmoid()
-        return Proposal(tuple(tokens), tuple(confidence.tolist()))
+            confidence.append(sure)
+        return Proposal(tuple(tokens), tuple(confidence))
 
     def block(self, anchor: int) -> torch.Tensor:
         """Final hidden states of the block, fp32 [7, hidden]."""

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-ALLOWANCE = 0.015
+ALLOWANCE = 0.01
 """Share of a run's time that may be spent on finding out whether a draft pays."""
 
 _FADE = 0.9
@@ -182,6 +182,8 @@ class Economics:
         self._balance: float | None = None
         self._rest = 0
         self._since_single = 0
+        # Undrafted passes not yet in the ledger: most passes of a resting drafter must cost next to nothing.
+        self._singles = 0
         self._estimate = 1.0
 
     @property
@@ -238,8 +240,9 @@ class Economics:
         self.experience.observe_pass(cost)
         if cost.rows == 1:
             self._since_single = 0
-            self._rest = max(0, self._rest - 1)
-            self._book(ALLOWANCE * self.experience.pass_seconds(1))
+            self._singles += 1
+            if self._rest:
+                self._rest -= 1
 
     def observe_draft(self, seconds: float) -> None:
         """Learns what asking the drafter costs."""
@@ -300,6 +303,8 @@ class Economics:
 
     def _book(self, seconds: float) -> None:
         e = self.experience
+        seconds += ALLOWANCE * self._singles * e.pass_seconds(1)
+        self._singles = 0
         worst = max(0.0, e.draft.value + e.pass_seconds(self.max_width + 1) - e.pass_seconds(1))
         if self._balance is None:
             # Earlier sessions' gains pay for the first step of this one.

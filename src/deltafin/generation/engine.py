@@ -268,8 +268,8 @@ def plan_for(store: Store, options: EngineOptions) -> MemoryPlan:
 def plan_with_draft(store: Store, options: EngineOptions) -> tuple[MemoryPlan, Candidate | None, str]:
     """The memory plan of an install under the user's options, measured against this process as it is now.
 
-    A draft is admitted when K3 keeps everything it had without it but spine residency and kept experts, of which
-    it may take a share: it makes passes rarer, which no larger cache does.
+    A draft is admitted when K3 keeps everything it had without it but spine residency and kept experts. Of these it
+    may take a share, since it makes passes rarer, which no larger cache does; one named by the user may take more.
 
     Returns:
         (plan, admitted draft or None, which draft it is or why there is none).
@@ -314,7 +314,7 @@ def plan_with_draft(store: Store, options: EngineOptions) -> tuple[MemoryPlan, C
     except MemoryBudgetError:
         return alone, None, f"{found.kind} needs {found.nbytes >> 20:,} MiB, which K3 leaves no room for"
     streams_more = shared.streamed_bytes - alone.streamed_bytes > _DRAFT_SPINE_SHARE * sum(units.values())
-    keeps_fewer = shared.frames.tier < alone.frames.tier * (1 - _DRAFT_TIER_SHARE)
-    if shared.context < alone.context or streams_more or (keeps_fewer and not shared.streamed_bytes):
+    keeps_fewer = shared.frames.tier < alone.frames.tier * (1 - _DRAFT_TIER_SHARE) and not shared.streamed_bytes
+    if shared.context < alone.context or (options.draft == "auto" and (streams_more or keeps_fewer)):
         return alone, None, f"{found.kind} would take {found.nbytes >> 20:,} MiB that K3 uses better"
     return shared, found, status
