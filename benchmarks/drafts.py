@@ -30,6 +30,7 @@ from deltafin import installs, kernels
 from deltafin.drafting.controller import DraftController
 from deltafin.drafting.dspark import Proposal
 from deltafin.drafting.economics import Economics, Experience
+from deltafin.errors import MemoryBudgetError
 from deltafin.generation.engine import Engine, EngineOptions, plan_with_draft
 from deltafin.generation.events import Finished, TokenDecided
 from deltafin.generation.session import Session
@@ -86,7 +87,7 @@ def options_for(scenario: str, home: Path, rate: float, threads: int | None) -> 
             ram = psutil.Process().memory_info().rss + (mib << 20)
             try:
                 plan, draft, _ = plan_with_draft(store, EngineOptions(ram=ram, draft="dspark", **common))
-            except Exception:
+            except MemoryBudgetError:
                 continue
             if draft is not None and plan.streamed_bytes > spine // 4:
                 return common | {"room": mib << 20, "tier": 256}
@@ -97,8 +98,14 @@ def open_engine(home: Path, options: dict[str, Any], **draft: Any) -> Engine:
     """An engine of the scenario; its budget counts from what the process uses now."""
     chosen = dict(options)
     room = chosen.pop("room", None)
-    ram = None if room is None else psutil.Process().memory_info().rss + room
-    return Engine.open(home, EngineOptions(ram=ram, **chosen, **draft))
+    if room is None:
+        return Engine.open(home, EngineOptions(**chosen, **draft))
+    while True:
+        ram = psutil.Process().memory_info().rss + room
+        try:
+            return Engine.open(home, EngineOptions(ram=ram, **chosen, **draft))
+        except MemoryBudgetError:
+            room += 1 << 20  # opening the install took some of it
 
 
 def positions(engine: Engine, tokens: Sequence[int], rounds: int) -> None:

@@ -141,6 +141,33 @@ def test_sessions_share_costs_but_not_trust() -> None:
     assert second.report.steps == 0
 
 
+def test_a_misjudged_cost_is_corrected_in_the_end() -> None:
+    experience = Experience(WIDTH)
+    world = World(**RESIDENT, accept=always(0.95))
+    world.session(Economics(WIDTH, experience=experience), 15, random.Random(7))
+    for _ in range(20):  # somebody else kept the machine busy during wide passes
+        experience.observe_pass(PassCost(2, 30e-3, 0.0, 0.0, (1.0, 1.6)))
+    rng = random.Random(8)
+    for _ in range(60):
+        taken, alone = world.session(Economics(WIDTH, experience=experience), 15, rng)
+    assert alone > 1.4 * taken
+
+
+def test_losses_of_earlier_sessions_are_paid_back_by_passes_of_later_ones() -> None:
+    experience = Experience(WIDTH)
+    world = World(**RESIDENT, accept=always(0.0), claim=lambda _: 0.97)
+    rng = random.Random(9)
+    for _ in range(5):
+        world.session(Economics(WIDTH, experience=experience), 15, rng)
+    steps = []
+    for _ in range(200):
+        economics = Economics(WIDTH, experience=experience)
+        world.session(economics, 15, rng)
+        steps.append(economics.report.steps + economics.report.declined)
+    assert steps.count(0) > 130
+    assert sum(steps) > 2
+
+
 def test_width_follows_confidence() -> None:
     economics = Economics(WIDTH)
     economics.observe_pass(PassCost(1, 2.7e-3, 0.0, 0.0, (1.0,)))

@@ -89,7 +89,8 @@ class DSpark:
             raise ValueError("one accumulator for each tapped layer is needed")
         rows = len(taps[0])
         count = rows if count is None else count
-        if rows > count or any(tap.shape != (rows, c.target_hidden_size) for tap in taps):
+        shape = (rows, c.target_hidden_size)
+        if rows > count or [tap.shape for tap in taps] != [shape] * len(taps):
             raise ValueError("accumulators must have one row for each of the last committed tokens")
         self.position += count
         # Activations reach the draft as bf16, as in its training.

@@ -23,6 +23,7 @@ ALLOWANCE = 0.01
 
 _FADE = 0.9
 _BINS = 10
+_ROW_COMPUTE = 0.25
 _OUTLIER = 2.0
 # A drafted step tells nothing about a pass of one row, and machines change while a long reply is written.
 _REFRESH_STEPS = 32
@@ -113,9 +114,9 @@ class Experience:
 
     def __init__(self, max_width: int) -> None:
         self.max_width = max_width
-        # Priors: rows share weight reads, so the n-th row costs a fraction of the first; unions grow by about 0.7 a
-        # row.
-        self.compute_ratio = [_Mean(1.0 + 0.25 * n) for n in range(max_width + 1)]
+        # Priors: rows share weight reads, so another row costs a fraction of the first; unions grow by about 0.7 a row.
+        # One number for all widths: what one width teaches must hold for those never tried.
+        self.row_compute = _Mean(_ROW_COMPUTE, 3.0)
         self.union = [_Mean(1.0 + 0.7 * n) for n in range(max_width + 1)]
         self.single_compute = _Mean(0.0)
         self.union_wait = _Mean(0.0)
@@ -140,26 +141,20 @@ class Experience:
         if rows == 1:
             self.single_compute.add(cost.compute_seconds)
         elif self.single_compute.value > 0:
-            self.compute_ratio[rows - 1].add(cost.compute_seconds / self.single_compute.value)
+            growth = (cost.compute_seconds / self.single_compute.value - 1.0) / (rows - 1)
+            self.row_compute.add(max(0.0, growth))
 
     def pass_seconds(self, rows: int) -> float:
         """Estimated wall time of a pass, without drafting."""
-        compute = self.single_compute.value * self._ratio(rows)
+        compute = self.single_compute.value * (1.0 + self.row_compute.value * (rows - 1))
         wait = self.union_wait.value * self.union[rows - 1].value
         return max(1e-9, compute + wait + self.spine_wait.value)
 
-    def _ratio(self, rows: int) -> float:
-        """Computing time relative to one row. Widths never tried lie between or beyond those that were."""
-        known = [n for n in range(1, self.max_width + 1) if self.compute_ratio[n].weight > 0]
-        if rows == 1 or not known or rows - 1 in known:
-            return self.compute_ratio[rows - 1].value
-        n = rows - 1
-        low = max((k for k in known if k < n), default=0)
-        high = min((k for k in known if k > n), default=0)
-        at_low = self.compute_ratio[low].value if low else 1.0
-        if high:
-            return at_low + (self.compute_ratio[high].value - at_low) * (n - low) / (high - low)
-        return at_low + max(0.0, at_low - 1.0) / low * (n - low)
+    def forgive(self) -> None:
+        """Old disappointments fade, or what was once misjudged would never be tried, and so never learned, again."""
+        self.row_compute.value += (1.0 - _FADE) * (_ROW_COMPUTE - self.row_compute.value)
+        for mean in self.calibrated:
+            mean.weight *= _FADE
 
 
 class Economics:
@@ -241,6 +236,7 @@ class Economics:
         if cost.rows == 1:
             self._since_single = 0
             self._singles += 1
+            self.experience.fund += ALLOWANCE * cost.seconds
             if self._rest:
                 self._rest -= 1
 
@@ -252,8 +248,8 @@ class Economics:
     def decline(self) -> None:
         """Books a draft of which nothing was worth verifying; the next one waits until this one is paid for."""
         self.report.declined += 1
-        # Old disappointments are forgiven slowly, or a text that has become easy would never be drafted again.
         self._hits, self._promised = self._hits * _FADE, self._promised * _FADE
+        self.experience.forgive()
         cost = self.experience.draft.value
         self._book(-cost)
         if not self._always:
@@ -303,13 +299,13 @@ class Economics:
 
     def _book(self, seconds: float) -> None:
         e = self.experience
-        seconds += ALLOWANCE * self._singles * e.pass_seconds(1)
-        self._singles = 0
         worst = max(0.0, e.draft.value + e.pass_seconds(self.max_width + 1) - e.pass_seconds(1))
         if self._balance is None:
             # Earlier sessions' gains pay for the first step of this one.
             self._balance = min(e.fund, worst)
-        self._balance = min(self._balance + seconds, 2 * worst)
+        earned = ALLOWANCE * self._singles * e.pass_seconds(1)
+        self._singles = 0
+        self._balance = min(self._balance + earned + seconds, 2 * worst)
         e.fund = max(-4 * worst, min(e.fund + seconds, 4 * worst))
 
     def _stand_down(self, debt: float) -> None:

@@ -118,8 +118,9 @@ class SequenceState:
             for layer in self.kda.values():
                 self._commit_kda(layer, count)
         self.position += count
+        if count < self.pending:
+            self.taps = [tap[:count] for tap in self.taps]
         self.pending = 0
-        self.taps = [tap[:count] for tap in self.taps]
 
     def _commit_kda(self, layer: KdaState, count: int) -> None:
         if count == self.pending:

@@ -149,7 +149,8 @@ class Target:
                 accumulator = self._layer(layer, unit, accumulator, bank, state, blocks)
             if layer in self.taps:
                 # A draft reads them as bf16, and of a long prompt only the end.
-                taps[layer] = accumulator[-self.tap_rows :].bfloat16()
+                tail = accumulator if rows <= self.tap_rows else accumulator[-self.tap_rows :]
+                taps[layer] = tail.bfloat16()
             yield layer + 1
         state.taps = [taps[layer] for layer in self.taps]
         wanted = slice(0, rows) if logits == "all" else slice(rows - 1, rows)
