@@ -315,6 +315,7 @@ def plan_with_draft(store: Store, options: EngineOptions) -> tuple[MemoryPlan, C
         return alone, None, f"{found.kind} needs {found.nbytes >> 20:,} MiB, which K3 leaves no room for"
     streams_more = shared.streamed_bytes - alone.streamed_bytes > _DRAFT_SPINE_SHARE * sum(units.values())
     keeps_fewer = shared.frames.tier < alone.frames.tier * (1 - _DRAFT_TIER_SHARE) and not shared.streamed_bytes
-    if shared.context < alone.context or (options.draft == "auto" and (streams_more or keeps_fewer)):
+    cramped = shared.context < alone.context or shared.prefill_rows < min(alone.prefill_rows, 64)
+    if cramped or (options.draft == "auto" and (streams_more or keeps_fewer)):
         return alone, None, f"{found.kind} would take {found.nbytes >> 20:,} MiB that K3 uses better"
     return shared, found, status
