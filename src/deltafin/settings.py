@@ -40,6 +40,8 @@ class Settings(BaseSettings):
         draft: which draft proposes tokens; K3 alone decides them.
         draft_width: most proposals checked in one pass.
         draft_dir: folder with the subfolders ``dspark`` or ``qwen``.
+        prefetch: whether experts are read ahead of their router.
+        heat: whether a histogram of used experts is kept under ``home`` between runs.
         max_new: most tokens of a reply.
         reasoning_effort: K3's thinking effort in chats; ``none`` switches thinking off.
         state_ram: bytes for state points of earlier turns in RAM; None takes a sixteenth of the budget.
@@ -70,6 +72,8 @@ class Settings(BaseSettings):
     draft: Literal["auto", "off", "dspark", "qwen"] = "auto"
     draft_width: int | None = Field(default=None, ge=1, le=7)
     draft_dir: Path | None = None
+    prefetch: bool = True
+    heat: bool = True
     max_new: int = Field(default=512, ge=1, le=1 << 24)
     reasoning_effort: Literal["low", "high", "max", "none"] = "max"
     state_ram: ByteSize | None = Field(default=None, ge=0)

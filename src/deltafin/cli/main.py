@@ -47,12 +47,16 @@ def _root(
 
 def _add_commands() -> None:
     # Imported here so that `deltafin --help` and usage errors do not wait for PyTorch.
-    from deltafin.cli import demo, fetch, info, run, serve, setup, store
+    from deltafin.cli import bench, demo, fetch, heat, info, run, serve, setup, simulate, store, warm
 
     app.command("run")(run.run)
     app.command("demo")(demo.demo)
     app.command("serve")(serve.serve)
     app.command("info")(info.info)
+    app.command("heat")(heat.heat)
+    app.command("warm")(warm.warm)
+    app.command("simulate")(simulate.simulate)
+    app.add_typer(bench.app, name="bench")
     app.add_typer(store.app, name="store")
     app.add_typer(setup.app, name="setup")
     app.command("fetch")(fetch.fetch)

@@ -40,13 +40,19 @@ def settings_from(**flags: Any) -> tuple[Settings, dict[str, str]]:
 
 
 def engine_options(
-    settings: Settings, install: installs.Install, *, raw: bool = False, reserve: int = 0
+    settings: Settings,
+    install: installs.Install,
+    *,
+    raw: bool = False,
+    reserve: int = 0,
+    trace: Path | None = None,
 ) -> EngineOptions:
     """The engine's part of the settings.
 
     Args:
         raw: sessions are raw completions, not chats.
         reserve: bytes of the budget that are promised to others.
+        trace: new file for the routes of every committed token.
     """
     own = () if settings.draft_dir is None else (settings.draft_dir,)
     return EngineOptions(
@@ -59,8 +65,16 @@ def engine_options(
         draft_folders=own or (*install.draft_folders, settings.home),
         raw=raw,
         reserve=reserve,
+        prefetch=settings.prefetch,
+        heat=heat_folder(settings) if settings.heat else None,
+        trace=trace,
         supplier=None if settings.offline else supplier_for(lambda: hub(settings)),
     )
+
+
+def heat_folder(settings: Settings) -> Path:
+    """Where heat histograms are kept."""
+    return settings.home / "heat"
 
 
 def hub(settings: Settings) -> Hub:
@@ -96,10 +110,16 @@ def ingest_progress(console: Console) -> Iterator[Callable[[IngestProgress], Non
 
 
 def open_engine(
-    settings: Settings, install: installs.Install, console: Console, *, raw: bool = False, reserve: int = 0
+    settings: Settings,
+    install: installs.Install,
+    console: Console,
+    *,
+    raw: bool = False,
+    reserve: int = 0,
+    trace: Path | None = None,
 ) -> Engine:
     """Opens the engine, showing the loading of the spine on a terminal."""
-    chosen = engine_options(settings, install, raw=raw, reserve=reserve)
+    chosen = engine_options(settings, install, raw=raw, reserve=reserve, trace=trace)
     if not console.is_terminal:
         return Engine.open(install.home, chosen)
     with Progress(

@@ -46,6 +46,9 @@ def run(
     draft_dir: options.DraftDir = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print times, bytes, hit rates and speed afterwards.")] = False,
     events_jsonl: Annotated[str | None, typer.Option(help="Write every event as a JSON line to this file.")] = None,
+    router_trace: Annotated[
+        Path | None, typer.Option(help="Record the experts of every token in this new file, for deltafin simulate.")
+    ] = None,
 ) -> None:
     """Generate text: from --prompt, --prompt-file or standard input. Greedy and reproducible."""
     settings, _ = options.settings_from(
@@ -73,7 +76,7 @@ def run(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with options.ingest_progress(console) as progress:
         install = installs.resolve(settings, progress)
-    with options.open_engine(settings, install, console, raw=not chat) as engine:
+    with options.open_engine(settings, install, console, raw=not chat, trace=router_trace) as engine:
         tokenizer = K3Tokenizer.load(engine.store.metadata_dir, engine.config)
         if install.builtin:
             console.print(

@@ -130,6 +130,11 @@ class Store:
             self._plans[blob] = plan
         return plan
 
+    def has_expert(self, layer: int, expert: int) -> bool:
+        """Whether all slices of an expert are present."""
+        blob = (layer - self.config.dense_layers) * self.config.experts + expert
+        return self._complete[blob] != 0
+
     def file_order(self, layer: int, experts: Sequence[int]) -> list[int]:
         """``experts`` of ``layer`` sorted by position on the drives, for sequential reading."""
         base = (layer - self.config.dense_layers) * self.config.experts
