@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +14,13 @@ from rich.console import Console
 
 from deltafin import installs
 from deltafin.cli import options
+from deltafin.cli.store import shown_progress
 from deltafin.errors import UsageError
 from deltafin.generation.engine import heat_file
 from deltafin.history.heat import Heat, load
 from deltafin.history.trace import read_trace
+from deltafin.hub.install import bring
+from deltafin.hub.install import opened as opened_for_fetching
 from deltafin.store.store import Store
 
 
@@ -26,12 +30,14 @@ def warm(
     trace: Annotated[Path | None, typer.Option(help="Take the experts of this router trace.")] = None,
     heat: Annotated[bool, typer.Option("--heat", help="Take the hottest experts of earlier runs.")] = False,
     most: Annotated[str | None, typer.Option(help="Most bytes to fetch, e.g. 100GB. [default: all of them]")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON; implies --dry-run.")] = False,
+    offline: options.Offline = None,
 ) -> None:
-    """Plan which likely experts a stream install should fetch ahead; a complete install has nothing to fetch."""
+    """Fetch the likeliest experts that a stream install lacks, ahead of their use; the plan is shown first."""
     if heat == (trace is not None):
         raise UsageError("the plan needs exactly one source", remedy="give --heat or --trace PATH")
-    settings, _ = options.settings_from(model=model, store=store)
+    settings, _ = options.settings_from(model=model, store=store, offline=offline)
     limit = None if most is None else _size(most)
     console = Console(stderr=True, soft_wrap=True)
     with options.ingest_progress(console) as progress:
@@ -64,7 +70,17 @@ def warm(
         out.print("there is nothing to fetch")
         return
     out.print(f"plan: {len(chosen):,} experts, {len(chosen) * blob / 1e9:,.1f} GB, {gain:.1%} of the uses")
-    out.print("an install without a download source cannot fetch them; complete it with deltafin store create")
+    if dry_run:
+        return
+    blobs = [(layer - first) * config.experts + expert for layer, expert in chosen]
+    kept = "what was fetched is kept: run the same command again to continue"
+    with (
+        closing(options.hub(settings)) as hub,
+        opened_for_fetching(install.home, hub) as (manifest, checkpoint, released),
+        shown_progress(kept) as show,
+    ):
+        bring(manifest, checkpoint, released, hub, blobs, show)
+    out.print(f"{len(chosen):,} experts fetched")
 
 
 def _size(text: str) -> int:

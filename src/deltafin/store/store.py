@@ -131,9 +131,9 @@ class Store:
         return plan
 
     def has_expert(self, layer: int, expert: int) -> bool:
-        """Whether all slices of an expert are present."""
+        """Whether all slices of an expert are present, so that reading it needs no network."""
         blob = (layer - self.config.dense_layers) * self.config.experts + expert
-        return self._complete[blob] != 0
+        return bool(self._manifest.present[self._first[blob] : self._first[blob + 1]].all())
 
     def file_order(self, layer: int, experts: Sequence[int]) -> list[int]:
         """``experts`` of ``layer`` sorted by position on the drives, for sequential reading."""

@@ -255,7 +255,8 @@ class ExpertStream:
         wishes, free = self._wishes, self._arena.free
         while wishes and free:
             key = wishes.popleft()
-            if not self._known(key):
+            # A guess never goes to the network for an expert that a stream install lacks.
+            if not self._known(key) and self._store.has_expert(*key):
                 try:
                     self._start(key, ahead=True)
                 except Exception:
