@@ -66,7 +66,7 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _is_local(host: Any) -> bool:
     text = host.decode("ascii", "replace") if isinstance(host, bytes) else str(host)
-    if text in ("", "localhost"):
+    if text in ("", "localhost", socket.gethostname()):
         return True
     try:
         ipaddress.ip_address(text.partition("%")[0])

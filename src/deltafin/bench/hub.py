@@ -91,8 +91,7 @@ class LocalHub:
         self.lock = threading.Lock()
         self.files = {repo: {p.name: _served(p) for p in sorted(f.iterdir())} for repo, f in self.repos.items()}
         handler = type("Handler", (_Handler,), {"hub": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
-        self.server.daemon_threads = True
+        self.server = _Server(("127.0.0.1", self.port), handler)
         self.port = self.server.server_address[1]
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
@@ -142,6 +141,13 @@ def _served(path: Path) -> Served:
         with open(path, "rb") as file:
             sha256, git = hashlib.file_digest(file, "sha256").hexdigest(), ""
     return Served(path, path.stat().st_size, sha256, git, not path.name.endswith(_SMALL))
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # clients that are killed or give up are the point of this server
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -274,7 +280,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         cut = what in ("cut", "stall", "long-length")
-        stop = begin + (min(length, fault.value or length // 2) if cut and fault is not None else max(promised, 0))
+        stop = begin + (
+            min(length, fault.value or max(1, length // 2)) if cut and fault is not None else max(promised, 0)
+        )
         stop = min(stop, end)
         self.wfile.flush()
         with open(file.path, "rb", buffering=0) as source:
