@@ -34,6 +34,11 @@ DraftWidth = Annotated[int | None, typer.Option(help="Most guesses checked in on
 DraftDir = Annotated[Path | None, typer.Option(help="Folder with the draft's subfolder dspark or qwen.")]
 
 
+StateDisk = Annotated[
+    str | None, typer.Option(help="Disk space for states of earlier turns, 0 for none. [default: 1/10 of what is free]")
+]
+
+
 def settings_from(**flags: Any) -> tuple[Settings, dict[str, str]]:
     """Merges flags with environment and config file; paths and sizes are validated there."""
     return load_settings(flags)

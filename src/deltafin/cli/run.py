@@ -15,6 +15,9 @@ from deltafin.errors import InputError, Interrupted, UsageError
 from deltafin.generation.engine import Engine
 from deltafin.generation.events import Finished
 from deltafin.generation.session import Session
+from deltafin.sessions.named import NamedSession
+from deltafin.sessions.opening import open_sessions
+from deltafin.sessions.reuse import ReusingSession
 from deltafin.settings import Settings
 from deltafin.text.chat import ChatOptions, encode_chat
 from deltafin.text.messages import Message, parse_messages
@@ -44,6 +47,8 @@ def run(
     draft: options.Draft = None,
     draft_width: options.DraftWidth = None,
     draft_dir: options.DraftDir = None,
+    session: Annotated[str | None, typer.Option(help="Continue the conversation of this name, or begin it.")] = None,
+    state_disk: options.StateDisk = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print times, bytes, hit rates and speed afterwards.")] = False,
     events_jsonl: Annotated[str | None, typer.Option(help="Write every event as a JSON line to this file.")] = None,
     router_trace: Annotated[
@@ -64,7 +69,10 @@ def run(
         draft_dir=draft_dir,
         max_new=max_new,
         reasoning_effort=reasoning_effort,
+        state_disk=state_disk,
     )
+    if state_disk is not None and session is None:
+        raise UsageError("--state-disk has no effect without --session", remedy="add --session NAME or drop it")
     if reasoning_effort is not None and not chat:
         raise UsageError("--reasoning-effort has no effect without --chat", remedy="add --chat or drop it")
     if chat and settings.draft == "qwen":
@@ -88,11 +96,15 @@ def run(
                 console.print(line, style="dim")
         log = show.EventLog(events_jsonl, tokenizer)
         try:
-            talk = Conversation(engine, tokenizer, settings, console, log, chat=chat)
-            if interactive:
-                _converse(talk, console, stats=stats)
-            else:
-                _report(talk, talk.turn(text), console, stats=stats)
+            named = None if session is None else NamedSession(settings.home, session, engine.store.identity, chat=chat)
+            talk = Conversation(engine, tokenizer, settings, console, log, chat=chat, named=named)
+            try:
+                if interactive:
+                    _converse(talk, console, stats=stats)
+                else:
+                    _report(talk, talk.turn(text), console, stats=stats)
+            finally:
+                talk.close()
         finally:
             log.close()
 
@@ -109,16 +121,31 @@ class Conversation:
         log: show.EventLog,
         *,
         chat: bool,
+        named: NamedSession | None = None,
     ) -> None:
-        self._session: Session = engine.session()
+        self._named = named
+        self._session: Session | ReusingSession
+        if named is None:
+            self._session = engine.session()
+        else:
+            disk = None if settings.state_disk is None else int(settings.state_disk)
+            # The session itself holds what this run needs; other runs find its points on disk.
+            self._session, self._turns = open_sessions(engine, settings.home, ram=0, disk=disk)
         self._engine = engine
         self._tokenizer = tokenizer
         self._settings = settings
         self._console = console
         self._log = log
         self._options = ChatOptions(effort=settings.reasoning_effort) if chat else None
-        self._messages: list[Message] = []
-        self._replies: list[list[int]] = []
+        self._messages: list[Message] = named.messages if named else []
+        self._replies: list[list[int] | None] = named.replies if named else []
+        self._ids: list[int] = named.ids if named else []
+
+    def close(self) -> None:
+        """Waits until a named conversation's state is on disk."""
+        if isinstance(self._session, ReusingSession):
+            self._session.close()
+            self._turns.close()
 
     def draft_lines(self) -> list[str]:
         """What drafting did in this conversation, or why it did nothing."""
@@ -128,7 +155,7 @@ class Conversation:
         """Runs one prompt to its end."""
         tokenizer, chat = self._tokenizer, self._options
         if chat is None:
-            ids = tokenizer.encode(text)
+            ids = self._ids + tokenizer.encode(text)
             stop = tokenizer.stop_ids
         else:
             self._messages += parse_messages([{"role": "user", "content": text}])
@@ -143,7 +170,12 @@ class Conversation:
         if chat is not None:
             reply = parse_reply(tokenizer, tokens, thinking=chat.thinking)
             self._messages.append(reply.message())
-            self._replies.append(tokens)
+            # A reply that K3 did not end has no end to send back: it is closed as text.
+            self._replies.append(tokens if reply.complete else None)
+        elif self._named is not None:
+            self._ids[:] = ids + (tokens[:-1] if tokens and tokens[-1] in stop else tokens)
+        if self._named is not None:
+            self._named.save()
         return finished
 
 

@@ -54,9 +54,7 @@ def serve(
     state_ram: Annotated[
         str | None, typer.Option(help="Memory for states of earlier turns. [default: 1/16 of the budget]")
     ] = None,
-    state_disk: Annotated[
-        str | None, typer.Option(help="Disk space for them, 0 for none. [default: 1/10 of what is free, at most 64GiB]")
-    ] = None,
+    state_disk: options.StateDisk = None,
     draft: options.Draft = None,
     draft_width: options.DraftWidth = None,
     draft_dir: options.DraftDir = None,

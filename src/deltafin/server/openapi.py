@@ -26,6 +26,14 @@ _ERROR = {
         }
     },
 }
+_REPLY = {
+    "type": "object",
+    "required": ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"],
+    "properties": {
+        "choices": {"type": "array", "minItems": 1, "maxItems": 1, "items": {"type": "object"}},
+        "usage": {"type": "object", "required": ["prompt_tokens", "completion_tokens", "total_tokens"]},
+    },
+}
 _REFUSALS = {
     "400": "The request cannot be honoured; `param` names the field.",
     "401": "The API key is missing or wrong.",
@@ -74,7 +82,8 @@ def _complete(document: dict[str, Any], model: str) -> dict[str, Any]:
         operation = document["paths"][path]["post"]
         reference = {"$ref": f"#/components/schemas/{name}"}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
-        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"description": "chunks"}}
+        operation["responses"]["200"]["content"]["application/json"] = {"schema": _REPLY}
         operation["parameters"] = [
             {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"}}
         ]

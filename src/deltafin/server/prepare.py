@@ -183,10 +183,10 @@ class Preparer:
         stops = request.stop or ()
         what = json.dumps([max_new, stops, thinking, logprobs, form_key])
         key = xxhash.xxh3_128(json.dumps(ids).encode() + what.encode()).hexdigest()
+        if idempotency_key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_RESUME_KEY}}}", idempotency_key):
+            raise ApiError(400, f"Idempotency-Key must have 1 to {MAX_RESUME_KEY} visible characters")
         if not self._resume:
             idempotency_key = None
-        elif idempotency_key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_RESUME_KEY}}}", idempotency_key):
-            raise ApiError(400, f"Idempotency-Key must have 1 to {MAX_RESUME_KEY} visible characters")
         elif idempotency_key is not None and not self._turns.belongs(idempotency_key, key):
             raise ApiError(422, "this Idempotency-Key was used with another request", code="idempotency_key_reused")
         work = Work(key, tuple(ids), max_new, stops, thinking, logprobs, form, tuple(before), idempotency_key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from deltafin.drafting.controller import DraftController
 from deltafin.generation.choice import Constraint
 from deltafin.generation.engine import Engine
 from deltafin.generation.events import Event, TokenDecided
@@ -46,6 +47,11 @@ class ReusingSession:
     def tokens(self) -> list[int]:
         """Every token of the current sequence."""
         return self._session.tokens
+
+    @property
+    def drafter(self) -> DraftController | None:
+        """What drafts for this session."""
+        return self._session.drafter
 
     @property
     def files_failure(self) -> str | None:
