@@ -27,8 +27,8 @@ from deltafin.sessions.points import Point, Rows, Tokens, as_tokens
 FORMAT = "1"
 _NAME = re.compile(r"([0-9]{1,9})-([0-9a-f]{32})\.state")
 _TOKENS = "tokens"
-MAX_PENDING = 4
-"""Points waiting to be written; each holds memory, so the oldest is let go when more arrive."""
+MAX_PENDING_BYTES = 2 << 30
+"""Of points waiting to be written. They hold memory, so the oldest is let go when more arrive than the disk takes."""
 
 
 @cache
@@ -61,6 +61,8 @@ class PointFiles:
         self.limit = limit
         self.failure: str | None = None
         self._queue: queue.Queue[Point | None] = queue.Queue()
+        self._pending = 0
+        self._lock = threading.Lock()
         self._writer: threading.Thread | None = None
         self._remove_others(folder)
 
@@ -90,10 +92,12 @@ class PointFiles:
         if self._writer is None:
             self._writer = threading.Thread(target=self._write_all, name="state-writer", daemon=True)
             self._writer.start()
+        self._count(point.nbytes)
         self._queue.put(point)
-        while self._queue.qsize() > MAX_PENDING:
+        while self._pending > MAX_PENDING_BYTES and self._queue.qsize() > 1:
             with contextlib.suppress(queue.Empty):
-                self._queue.get_nowait()
+                if (oldest := self._queue.get_nowait()) is not None:
+                    self._count(-oldest.nbytes)
 
     def close(self) -> None:
         """Waits until everything is written."""
@@ -108,6 +112,12 @@ class PointFiles:
                 self._write(point)
             except (OSError, SafetensorError) as e:
                 self.failure = f"states are not being saved: {e}"
+            finally:
+                self._count(-point.nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._pending += nbytes
 
     def _write(self, point: Point) -> None:
         path = self.folder / f"{point.name}.state"

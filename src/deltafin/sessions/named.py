@@ -87,7 +87,7 @@ class NamedSession:
             version=1,
             identity=self._identity,
             chat=self._chat,
-            messages=[m.model_dump(exclude_defaults=True) | {"role": m.role} for m in self.messages],
+            messages=[m.model_dump(exclude_none=True) for m in self.messages],
             replies=self.replies,
             ids=self.ids,
         )

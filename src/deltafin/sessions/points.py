@@ -56,6 +56,11 @@ class Point:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, shared ones included."""
+        return sum(t.nbytes for t in self.fixed.values()) + sum(block.nbytes for block in self.rows)
+
     @cached_property
     def name(self) -> str:
         """Number of tokens and hash of the tokens."""

@@ -72,9 +72,10 @@ class ReusingSession:
         events = self._session.generate(prompt, max_new=max_new, stop=stop, constraint=constraint, logprobs=logprobs)
         try:
             for event in events:
+                yield event
+                # After the consumer has the first token: it should not wait for the copy.
                 if isinstance(event, TokenDecided) and event.index == 0:
                     self._keep()
-                yield event
         finally:
             # Also after an error, an interrupt or a consumer that left: what was committed is good.
             self._keep()
