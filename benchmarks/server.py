@@ -67,6 +67,7 @@ def first_token(client: httpx.Client, url: str, ids: list[int]) -> tuple[float, 
     }
     started, first, cached = time.perf_counter(), 0.0, -1
     with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        answer.raise_for_status()
         for line in answer.iter_lines():
             if not line.startswith("data: {"):
                 continue

@@ -208,8 +208,9 @@ class Scheduler:
         elif (job := self._by_key.get(work.key)) is not None:
             self.attached += 1
         else:
-            stopping = self._running is not None and self._running.cancelled
-            if self._running is not None and len(self._waiting) >= self._most_waiting + stopping:
+            # A job that is told to stop, or whose last piece a client has seen already, is about to make room.
+            leaving = self._running is not None and (self._running.cancelled or self._running.finished)
+            if self._running is not None and len(self._waiting) >= self._most_waiting + leaving:
                 raise ApiError(
                     429,
                     "K3 is busy with another generation; try again later, or start the server with a longer --queue",
