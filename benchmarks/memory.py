@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory [--store DIR] [--tokens N]
 
-Ceiling: the budget itself. Each run is a fresh process; its peak is the kernel's own figure (maximum resident set size).
+Ceiling: the budget itself. Each run is a fresh process; its peak is the maximum resident set size the kernel reports.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ def test_it_is_a_released_checkpoint(tmp_path: Path) -> None:
     assert all(len(run) == 1 for run in runs)
     # Back to back, ordered by the decimal string of the expert's number.
     order = sorted(range(12), key=str)
-    for before, after in zip(order[:-1], order[1:], strict=True):
+    for before, after in pairwise(order):
         assert runs[before][0].offset + runs[before][0].nbytes == runs[after][0].offset
 
 

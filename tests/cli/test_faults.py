@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from cli.command import deltafin
 from conftest import MINI
 

@@ -117,9 +117,7 @@ class K3Config:
                 f"{path} does not exist", remedy="point --model at a folder with the released Kimi K3 files"
             ) from None
         except (OSError, ValueError, RecursionError) as e:
-            raise ConfigError(
-                f"{path} cannot be read: {e}", remedy="fetch the released config.json again"
-            ) from None
+            raise ConfigError(f"{path} cannot be read: {e}", remedy="fetch the released config.json again") from None
         return cls.parse(raw, source=str(path))
 
     @classmethod
