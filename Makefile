@@ -1,6 +1,8 @@
 # Each target sets up what it needs: a virtual environment, the dependencies and the native build.
 PYTHON ?= python3
 VENV ?= .venv
+# Many tests wait for a command of their own; two at a time keep two cores busy.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 BIN := $(VENV)/bin
 
 SOURCES := pyproject.toml setup.py $(wildcard src/deltafin/kernels/native/*)
