@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -79,8 +78,8 @@ def first_token(client: httpx.Client, url: str, ids: list[int]) -> tuple[float, 
     return first, cached
 
 
-def second_turns(engine: Engine, tokenizer: K3Tokenizer, folder: Path, repeats: int) -> dict[str, Any]:
-    """Medians of seconds to the first token, by arm; every prompt is new, so nothing is found that should not be."""
+def second_turns(engine: Engine, tokenizer: K3Tokenizer, folder: Path, repeats: int) -> dict[str, list[float]]:
+    """Seconds to the first token, by arm; every prompt is new, so nothing is found that should not be."""
     seconds: dict[str, list[float]] = {"only the new tokens": [], "second turn": [], "second turn after a restart": []}
     history_length, new = 400, 40
     cached: set[int] = set()
@@ -109,7 +108,7 @@ def second_turns(engine: Engine, tokenizer: K3Tokenizer, folder: Path, repeats: 
         for n in range(repeats, 2 * repeats):
             measure(client, url, "second turn after a restart", n)
     assert cached == {history_length}, f"reused {cached} of {history_length} tokens"
-    return {arm: statistics.median(values) for arm, values in seconds.items()}
+    return seconds
 
 
 def per_token(engine: Engine, tokenizer: K3Tokenizer, folder: Path, repeats: int) -> tuple[list[float], list[float]]:
@@ -150,12 +149,14 @@ def main() -> None:
         Engine.open(install.home, EngineOptions(context=2048, draft=chosen.draft)) as engine,
     ):
         tokenizer = K3Tokenizer.load(engine.store.metadata_dir, engine.config)
-        medians = second_turns(engine, tokenizer, Path(folder), chosen.repeats)
-        reference = medians.pop("only the new tokens")
-        print(f"first token of a prompt of only the new tokens: {reference * 1e3:.1f} ms (the ceiling)")
-        for arm, value in medians.items():
-            shown = f"{value * 1e3:.1f} ms, {value / reference:.2f} of the ceiling"
-            print(f"first token, {arm}: {shown} (wanted: at most 1.10)")
+        seconds = second_turns(engine, tokenizer, Path(folder), chosen.repeats)
+        reference = seconds.pop("only the new tokens")
+        for name, of in (("median", statistics.median), ("best", min)):
+            ceiling = of(reference)
+            print(f"first token of a prompt of only the new tokens, {name}: {ceiling * 1e3:.1f} ms (the ceiling)")
+            for arm, values in seconds.items():
+                shown = f"{of(values) * 1e3:.1f} ms, {of(values) / ceiling:.2f} of the ceiling"
+                print(f"  {arm}: {shown} (wanted: at most 1.10)")
         plain, through = per_token(engine, tokenizer, Path(folder) / "b", chosen.repeats)
         for name, of in (("median", statistics.median), ("best", min)):
             alone, through_ms = of(plain) * 1e3, of(through) * 1e3

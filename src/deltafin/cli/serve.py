@@ -13,8 +13,6 @@ from deltafin import installs
 from deltafin.cli import options, show
 from deltafin.errors import UsageError
 from deltafin.residency.machine import available_memory
-from deltafin.server.app import ServerOptions, create_app
-from deltafin.server.listen import listen
 from deltafin.sessions.opening import open_sessions, ram_share
 from deltafin.settings import Settings
 from deltafin.text.tokenizer import K3Tokenizer
@@ -92,6 +90,10 @@ def serve(
         depth=depth,
     )
     _check_address(settings)
+    # Imported here so that no other command waits for the web framework.
+    from deltafin.server.app import ServerOptions, create_app
+    from deltafin.server.listen import listen
+
     if settings.draft == "qwen":
         raise UsageError("Qwen drafts only serve raw completions at the command line", remedy="use --draft dspark")
     console = Console(stderr=True, highlight=False)
