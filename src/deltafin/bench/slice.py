@@ -195,9 +195,7 @@ def measure_decode(
     steps = []
     for i in range(warmup + tokens):
         token = [rng.randrange(VOCAB)]
-        frames = engine.experts.tier_capacity
-        engine.experts.resize_tier(0)
-        engine.experts.resize_tier(frames)
+        engine.experts.clear_tier()
         before = engine.experts.stats.copy()
         started = time.perf_counter()
         engine.target.forward(token, state)
@@ -219,8 +217,7 @@ def measure_prefill(engine: Engine, rows: int, *, seed: int = 0, rates: Sequence
     """A prompt of random tokens in one chunk, cold; computing is what the engine did not wait for."""
     rng = random.Random(seed)
     prompt = [rng.randrange(VOCAB) for _ in range(rows)]
-    frames = engine.experts.tier_capacity
-    engine.experts.resize_tier(0)
+    engine.experts.clear_tier()
     state = SequenceState.empty(engine.config, engine.plan.context)
     before = engine.experts.stats.copy()
     started = time.perf_counter()
@@ -231,7 +228,6 @@ def measure_prefill(engine: Engine, rows: int, *, seed: int = 0, rates: Sequence
     plans = _plans(engine)
     nbytes = now.read_bytes - before.read_bytes
     read = nbytes / sum(rates) if rates else raw_read_seconds(engine.store, plans)
-    engine.experts.resize_tier(frames)
     union = sum(plan.nbytes for plan in plans)
     assert nbytes == union, "an expert was read twice in one sweep"
     return Step(read, total - wait, total, nbytes, now.ahead_wasted - before.ahead_wasted)

@@ -176,6 +176,14 @@ class ExpertStream:
         for _ in range(min(-change, len(self._arena.free) - 1)):
             self._arena.retire(self._arena.free.pop(0))
 
+    def clear_tier(self) -> None:
+        """Forgets every kept expert and everything read ahead, for cold measurements; between passes only."""
+        self._abandon_ahead(())
+        for key, lease in self._kept.items():
+            self._policy.drop(key)
+            self._arena.free.append(lease.frame)
+        self._kept.clear()
+
     def fetch(self, layer: int, experts: Sequence[int]) -> Fetch:
         """Leases ``experts`` of ``layer``; use as a context and iterate over batches of leases.
 
