@@ -11,7 +11,8 @@ from rich.console import Console
 
 from deltafin import __version__, installs, kernels
 from deltafin.cli import options, show
-from deltafin.generation.engine import default_threads, plan_with_draft
+from deltafin.generation.engine import default_threads, heat_file, plan_with_draft
+from deltafin.history.heat import load
 from deltafin.store.store import Store
 
 
@@ -66,6 +67,13 @@ def info(
         }
         size = f", {found.nbytes / (1 << 20):,.0f} MiB" if found else ""
         lines = [*show.plan_lines(plan, len(opened.spine_keys)), f"draft: {status}{size}"]
+        shape = len(config.moe_layers), config.experts
+        known = load(heat_file(options.heat_folder(settings), opened), opened.identity, *shape)
+        if known.total_tokens:
+            uses = shape[0] * config.experts_per_token
+            lines.append(show.tier_value_line(known.counts, plan, uses, sum(d.bytes_per_s for d in opened.drives)))
+        elif known.problem:
+            lines.append(f"the heat of earlier runs is not used: {known.problem}")
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return

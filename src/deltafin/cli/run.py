@@ -147,9 +147,10 @@ class Conversation:
             self._session.close()
             self._turns.close()
 
-    def draft_lines(self) -> list[str]:
-        """What drafting did in this conversation, or why it did nothing."""
-        return show.draft_lines(self._session.drafter, self._engine.draft_status)
+    def stats_lines(self) -> list[str]:
+        """What the tier, reading ahead and drafting did in this conversation, or why they did nothing."""
+        drafts = show.draft_lines(self._session.drafter, self._engine.draft_status)
+        return [*show.residency_lines(self._engine), *drafts]
 
     def turn(self, text: str) -> Finished:
         """Runs one prompt to its end."""
@@ -229,7 +230,7 @@ def _converse(talk: Conversation, console: Console, *, stats: bool) -> None:
 def _report(talk: Conversation, finished: Finished, console: Console, *, stats: bool) -> None:
     if stats:
         console.print(show.stats_table(finished.stats))
-        for line in talk.draft_lines():
+        for line in talk.stats_lines():
             console.print(line, markup=False)
     if finished.reason == "interrupted":
         raise Interrupted(f"stopped after {finished.new_tokens} tokens; the text above is complete up to there")

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from types import FrameType
 from typing import IO, Any
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -28,6 +30,7 @@ from deltafin.generation.events import (
     TokenDecided,
 )
 from deltafin.residency.budget import MemoryPlan
+from deltafin.residency.value import predicted_hit_rate, seconds_saved_per_gib
 from deltafin.text.reply import Content, Reasoning, ReplyParser, ToolCall
 from deltafin.text.stream import StreamingDetokenizer
 from deltafin.text.tokenizer import K3Tokenizer
@@ -287,6 +290,40 @@ def draft_lines(drafter: DraftController | None, status: str) -> list[str]:
         f"stood down {report.rests:,} times{', resting now' if economics.resting else ''}"
     )
     return lines
+
+
+def residency_lines(engine: Engine) -> list[str]:
+    """Experts kept and read ahead, in words."""
+    stream, stats = engine.experts, engine.experts.stats
+    lines = [
+        f"experts kept: {stream.tier_used:,} of {stream.tier_capacity:,}; {stats.evictions:,} replaced; "
+        f"read ahead: {stats.ahead_used:,} used, {stats.ahead_cancelled:,} taken back, {stats.ahead_wasted:,} not used"
+    ]
+    figures: dict[str, list[float]] = {}
+    for layer in stream.prefetch_policy.report():
+        for name, seen in layer.items():
+            figures.setdefault(name, []).append(seen.recall)
+    for name, recalls in figures.items():
+        lines.append(
+            f"  next layer's experts guessed by {name}: {sum(recalls) / len(recalls):.0%} right on average, "
+            f"{min(recalls):.0%} to {max(recalls):.0%} by layer"
+        )
+    if engine.recorder.problem:
+        lines.append(f"  the heat of earlier runs is not used: {engine.recorder.problem}")
+    return lines
+
+
+def tier_value_line(counts: npt.NDArray[np.float32], plan: MemoryPlan, uses: int, bytes_per_s: float) -> str:
+    """What the plan's memory for experts is worth by the heat of earlier runs, and what another GiB would be."""
+    frames = plan.frames.tier
+    hit = predicted_hit_rate(counts, frames)
+    line = f"experts in RAM serve {hit:.0%} of the uses, by the heat of earlier runs"
+    if bytes_per_s and hit < 1:
+        saved = seconds_saved_per_gib(
+            counts, frames, frame_bytes=plan.frame_bytes, uses_per_token=uses, bytes_per_s=bytes_per_s
+        )
+        line += f"; another GiB would save {saved * 1e3:,.1f} ms of reading per token"
+    return line
 
 
 def plan_lines(plan: MemoryPlan, units: int) -> list[str]:
