@@ -131,6 +131,7 @@ class ExpertStream:
         self._quiet_since = time.perf_counter()
         self._long = False
         self._windows = [0.0] * self._layers
+        self._missed = [True] * self._layers
         self._read_seconds = 0.0
         self._predict_seconds = 0.0
         self.blob_bytes = store.expert_layout.nbytes
@@ -232,6 +233,8 @@ class ExpertStream:
             self._wishes = deque((layer, e) for e in ranked if not self._known((layer, e)))
             self._grant_wishes()
             return
+        if not self._missed[index]:
+            return  # the last token had to read nothing here: asking would cost more than it could gain
         window, read = self._windows[index], self._read_seconds
         if not self._prefetch.worth_predicting(index, window=window, read=read, cost=self._predict_seconds):
             return
@@ -363,6 +366,7 @@ class Fetch:
             else:
                 resident.append(lease)
                 leased[key] = lease
+        stream._missed[layer - stream._first] = bool(waiting)
         stats = stream.stats
         stats.tier_hits += len(resident)
         stats.tier_bytes += len(resident) * stream.blob_bytes
