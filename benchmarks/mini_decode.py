@@ -2,8 +2,9 @@
 
     python -m benchmarks.mini_decode [--prompts 0 30 43 68 99] [--rounds 3]
 
-Both run in this process, in alternating rounds; the ratio is that of the medians. Outputs must be equal. The ceiling is
-the weight bytes of one token over the memory read rate measured here. Needs the ``test`` extra.
+Three arms in this process, in alternating rounds: mlx-lm in fp32, Deltafin without a draft, and Deltafin as it comes
+(with its DSpark draft). The ratio is that of the medians; outputs must be equal. The ceiling is the weight bytes of one
+token over the memory read rate measured here. Needs the ``test`` extra.
 """
 
 from __future__ import annotations
@@ -50,22 +51,32 @@ def main() -> None:
         for drive in drives:
             drive.path.mkdir()
         home = create_store(folder, drives, layout="striped")
-        with Engine.open(home, EngineOptions(context=2048)) as engine:
-            decode(engine, requests)  # brings every needed expert into the tier
-            ours, theirs = [], []
+        plain = EngineOptions(context=2048, draft="off")
+        drafted = EngineOptions(context=2048, draft_folders=(folder.parent / "dspark",))
+        arms: dict[str, list[tuple[float, float]]] = {"mlx-lm fp32": [], "deltafin, no draft": [], "deltafin": []}
+        with Engine.open(home, plain) as alone, Engine.open(home, drafted) as usual:
+            engines = {"deltafin, no draft": alone, "deltafin": usual}
+            assert usual.drafts is not None, usual.draft_status
+            for engine in engines.values():
+                decode(engine, requests)  # brings every needed expert into the tier
             for _ in range(a.rounds):
                 rate = mlx_baseline.tokens_per_second(folder, requests, "float32", repeat=1)
-                theirs.append((rate.decode, rate.overall))
+                arms["mlx-lm fp32"].append((rate.decode, rate.overall))
                 torch.set_num_threads(1)
-                fast, overall, written = decode(engine, requests)
-                ours.append((fast, overall))
-                assert written == rate.ids, "the two engines wrote different tokens"
+                for name, engine in engines.items():
+                    fast, overall, written = decode(engine, requests)
+                    arms[name].append((fast, overall))
+                    assert written == rate.ids, "the engines wrote different tokens"
     memory = mlx_baseline.read_rate()
     ceiling = memory / mlx_baseline.weight_bytes(folder, "stored")
     print(f"memory reads {memory / 1e9:.1f} GB/s; ceiling {ceiling:,.0f} tok/s for the bytes as stored")
-    for name, column in (("decode", 0), ("overall", 1)):
-        mine, other = (statistics.median(r[column] for r in rows) for rows in (ours, theirs))
-        print(f"{name:8} deltafin {mine:6.1f} tok/s, mlx-lm fp32 {other:6.1f} tok/s, ratio {mine / other:.2f}")
+    base = [statistics.median(column) for column in zip(*arms["mlx-lm fp32"], strict=True)]
+    for name, rows in arms.items():
+        fast, overall = (statistics.median(column) for column in zip(*rows, strict=True))
+        print(
+            f"{name:20} decode {fast:6.1f} tok/s ({fast / base[0]:.2f} × mlx-lm), "
+            f"with prefill {overall:6.1f} tok/s ({overall / base[1]:.2f} ×)"
+        )
 
 
 if __name__ == "__main__":
