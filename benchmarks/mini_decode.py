@@ -52,7 +52,7 @@ def main() -> None:
             drive.path.mkdir()
         home = create_store(folder, drives, layout="striped")
         plain = EngineOptions(context=2048, draft="off")
-        drafted = EngineOptions(context=2048, draft_folders=(folder.parent / "dspark",))
+        drafted = EngineOptions(context=2048, draft_folders=(folder.parent,))
         arms: dict[str, list[tuple[float, float]]] = {"mlx-lm fp32": [], "deltafin, no draft": [], "deltafin": []}
         with Engine.open(home, plain) as alone, Engine.open(home, drafted) as usual:
             engines = {"deltafin, no draft": alone, "deltafin": usual}
