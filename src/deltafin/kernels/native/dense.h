@@ -12,7 +12,7 @@ struct Bf16Rows {  // first = even, second = odd numbers
     Row row(int64_t n) const { return base + n * in; }
     // Rows follow each other in memory, so R chunks of the coming R rows can be asked for in linear order.
     static K3_INLINE_MEMBER void prefetch(Row r, int64_t g, int rows) {
-        for (int i = 0; i < rows; ++i) __builtin_prefetch(r + 32 * (g * rows + i), 0, 2);
+        for (int i = 0; i < rows; ++i) __builtin_prefetch(r + 32 * (g * rows + i), 0, 3);
     }
     static K3_INLINE_MEMBER void prefetch_slice(Row r, int64_t g, int64_t chunks) {
         for (int64_t i = 0; i < chunks; ++i) __builtin_prefetch(r + 32 * (g + i), 0, 2);
@@ -36,8 +36,8 @@ struct MxRows {  // see kMxOrder
         __builtin_prefetch(r.s + g * rows, 0, 2);
     }
     static K3_INLINE_MEMBER void prefetch_slice(Row r, int64_t g, int64_t chunks) {
-        for (int64_t i = 0; i < chunks; i += 4) __builtin_prefetch(r.p + 16 * (g + i), 0, 2);
-        __builtin_prefetch(r.s + g, 0, 2);
+        for (int64_t i = 0; i < chunks; i += 4) __builtin_prefetch(r.p + 16 * (g + i), 0, 3);
+        __builtin_prefetch(r.s + g, 0, 3);
     }
     static K3_INLINE_MEMBER void chunk(Row r, int64_t g, V16& a, V16& b) { load_mx(r.p + 16 * g, r.s[g], a, b); }
     static K3_INLINE_MEMBER void last(Row, int64_t, int64_t, V16& a, V16& b) { a = b = zero(); }  // in % 32 == 0
@@ -235,11 +235,11 @@ static void tiles(const W& w, int64_t begin, int64_t end, const Panels& x, float
                     else W::prefetch_slice(w.row(min64(n0 + kTileOuts + r, end - 1)), 0, min64(kTileChunks, all));
                     float* to = decoded + (r / kTileRows) * kTileRows * kTileChunks * 32 + (r % kTileRows) * 32;
                     for (int64_t k = 0; k < chunks; ++k, to += kTileRows * 32) {
-                        V16 a, b;
-                        if (w.in % 32 && k0 + k == all - 1) W::last(row, k0 + k, w.in % 32, a, b);
-                        else W::chunk(row, k0 + k, a, b);
-                        store(to, a);
-                        store(to + 16, b);
+                        V16 first, second;
+                        if (w.in % 32 && k0 + k == all - 1) W::last(row, k0 + k, w.in % 32, first, second);
+                        else W::chunk(row, k0 + k, first, second);
+                        store(to, first);
+                        store(to + 16, second);
                     }
                 }
                 for (int64_t g = g0; g < g1; ++g)
