@@ -47,7 +47,7 @@ def _root(
 
 def _add_commands() -> None:
     # Imported here so that `deltafin --help` and usage errors do not wait for PyTorch.
-    from deltafin.cli import bench, demo, doctor, fetch, heat, info, run, serve, setup, simulate, store, warm
+    from deltafin.cli import bench, demo, doctor, drives, fetch, heat, info, run, serve, setup, simulate, store, warm
 
     app.command("run")(run.run)
     app.command("demo")(demo.demo)
@@ -59,6 +59,7 @@ def _add_commands() -> None:
     app.add_typer(bench.app, name="bench")
     app.add_typer(store.app, name="store")
     app.add_typer(setup.app, name="setup")
+    app.add_typer(drives.app, name="drives")
     app.command("doctor")(doctor.doctor)
     app.command("fetch")(fetch.fetch)
     app.command("verify")(fetch.verify)

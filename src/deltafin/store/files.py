@@ -51,3 +51,32 @@ def write_atomic(path: Path, data: bytes) -> None:
         sync(file.fileno())
     os.replace(temporary, path)
     fsync_path(path.parent)
+
+
+READERS_NAME = "readers.lock"
+
+
+def hold(home: Path) -> int | None:
+    """A descriptor that keeps files of the install at ``home`` from being deleted until it is closed; None when it
+    cannot be written (then nothing there can be moved either)."""
+    try:
+        fd = os.open(home / READERS_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return None
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def unread(home: Path) -> bool:
+    """Whether no process holds the install at ``home``."""
+    try:
+        fd = os.open(home / READERS_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)

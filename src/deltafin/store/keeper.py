@@ -116,7 +116,7 @@ class Keeper:
         finally:
             for fd in files.values():
                 os.close(fd)
-        log = PresenceLog(m.path)
+        log = PresenceLog(m.path, m.generation)
         try:
             log.commit((item.blob, item.index - int(m.first[item.blob]), item.checksum) for item in batch)
         finally:

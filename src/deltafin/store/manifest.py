@@ -88,6 +88,8 @@ class Manifest:
         file, offset, length, at: int64, see ``Extent``.
         checksum: uint64.
         present: bool.
+        generation: grows whenever rows are exchanged, so that an older view of the manifest cannot write into it.
+        target, suffix: while drives are being balanced, the shares it is going to and the mark of the new files.
         written: bool, durable with its checksum recorded, but not yet believed (see ``PresenceLog.commit``).
     """
 
@@ -109,6 +111,9 @@ class Manifest:
     checksum: npt.NDArray[np.uint64]
     present: npt.NDArray[np.bool_]
     written: npt.NDArray[np.bool_]
+    generation: int = 0
+    target: tuple[float, ...] | None = None
+    suffix: str = ""
 
     @property
     def expert_blobs(self) -> int:
@@ -220,13 +225,15 @@ class PresenceLog:
 
     Args:
         path: the manifest.
+        generation: of the view the rows come from; when the manifest has moved on, nothing is recorded.
 
     Raises:
         ManifestError: the manifest cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, generation: int | None = None) -> None:
         self._path = path
+        self._generation = generation
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
             self._db.execute("PRAGMA journal_mode = DELETE")
@@ -275,6 +282,14 @@ class PresenceLog:
     def _run(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
         try:
             self._db.execute("BEGIN IMMEDIATE")
+            if self._generation is not None:
+                found = self._db.execute("SELECT value FROM info WHERE key = 'generation'").fetchone()
+                if int(found[0] if found else 0) != self._generation:
+                    self._db.execute("ROLLBACK")
+                    raise ManifestError(
+                        f"{self._path} has changed: slices are being moved",
+                        remedy="restart after deltafin drives is done",
+                    )
             self._db.executemany(statement, rows)
             self._db.execute("COMMIT")
         except sqlite3.Error as e:
@@ -321,6 +336,7 @@ def _load(cls: type[Manifest], path: Path, config: K3Config, db: sqlite3.Connect
     sound = isinstance(metadata, dict) and all(_is_plain(n) and type(v) is int for n, v in metadata.items())
     _require(sound, "metadata table")
     drives = _drives(db)
+    target, suffix = _balance(info.get("target"), len(drives))
     files = _files(db, len(drives))
     units, expert_blobs, blobs = _units(db, config)
     offsets = _tensor_offsets(db, config, units)
@@ -346,6 +362,9 @@ def _load(cls: type[Manifest], path: Path, config: K3Config, db: sqlite3.Connect
         checksum=table[:, 6].copy().view(np.uint64),
         present=table[:, 7] == 1,
         written=table[:, 7] == 2,
+        generation=int(info.get("generation", "0")),
+        target=target,
+        suffix=suffix,
     )
     _require(bool(np.all(np.diff(first) > 0)) and int(first[-1]) == len(table), "blobs without slices")
     _require(
@@ -361,6 +380,16 @@ def _load(cls: type[Manifest], path: Path, config: K3Config, db: sqlite3.Connect
 def _require(condition: bool, what: str) -> None:
     if not condition:
         raise ValueError(f"inconsistent {what}")
+
+
+def _balance(text: str | None, drives: int) -> tuple[tuple[float, ...] | None, str]:
+    if text is None:
+        return None, ""
+    record = json.loads(text)
+    weights, suffix = tuple(map(float, record["weights"])), record["suffix"]
+    sound = len(weights) == drives and all(0 <= w < 1e18 for w in weights) and sum(weights) > 0
+    _require(sound and isinstance(suffix, str) and suffix.isalnum() and len(suffix) < 20, "target of the balance")
+    return weights, suffix
 
 
 def _drives(db: sqlite3.Connection) -> tuple[DriveInfo, ...]:

@@ -22,6 +22,9 @@ TENSOR_ALIGN = 64
 """Bytes to which a tensor is aligned in a striped spine unit: a cache line, the widest vector."""
 
 
+Row = tuple[int, int, int, int, int, int]
+
+
 @dataclass(slots=True)
 class InstallPlan:
     """What goes where. Every tuple is a row of the manifest.
@@ -53,6 +56,7 @@ class Slicer:
         total = float(sum(weights))
         self._shares = [w / total for w in weights]
         self._owed = [0.0] * len(weights)  # bytes
+        self.drives = len(weights)
 
     def cut(self, nbytes: int) -> list[tuple[int, int]]:
         """(drive, bytes) of each slice of the next blob, in blob order; all but the last are whole pieces."""
@@ -101,32 +105,59 @@ def plan_striped(config: K3Config, weights: Sequence[float], folder: str) -> Ins
     """
     plan = InstallPlan()
     slicer = Slicer(weights)
-    expert_bytes = sum(spec.nbytes for spec in expert_inventory(config).values())
     spine_blob = len(config.moe_layers) * config.experts
-    spine_slices: list[tuple[int, int, int, int, int, int]] = []
+    spine_slices: list[Row] = []
     for key, (offsets, nbytes) in unit_offsets(config).items():
-        ends = [0] * len(weights)
-        first_file = len(plan.files)
-        pages = range(0, nbytes, SPINE_PAGE)
-        for page in pages:
-            parts = slicer.cut(min(SPINE_PAGE, nbytes - page))
-            _place(spine_slices, spine_blob, parts, page, first_file, ends)
-            spine_blob += 1
-        plan.units.append((spine_blob - len(pages), len(pages), -(-nbytes // PAGE) * PAGE))
+        spine, experts, ends = _unit_rows(config, key, nbytes, spine_blob, slicer, len(plan.files))
+        spine_slices += spine
+        plan.slices += experts
+        pages = len(range(0, nbytes, SPINE_PAGE))
+        plan.units.append((spine_blob, pages, -(-nbytes // PAGE) * PAGE))
+        spine_blob += pages
         plan.tensors.extend(offsets.items())
         layer = int(key.partition(".")[2] or -1)
-        if layer in config.moe_layers:
-            first_blob = (layer - config.dense_layers) * config.experts
-            for expert in range(config.experts):
-                _place(plan.slices, first_blob + expert, slicer.cut(expert_bytes), 0, first_file, ends)
         stem = key if layer < 0 else f"layer-{layer:04d}"
         plan.files.extend((drive, f"{folder}/{stem}.slices", end) for drive, end in enumerate(ends))
     plan.slices += spine_slices
     return plan
 
 
+def cut_unit(config: K3Config, key: str, weights: Sequence[float]) -> tuple[list[Row], list[int]]:
+    """One unit cut alone, for a striped install whose shares change.
+
+    Returns:
+        (rows as in ``InstallPlan.slices`` with the drive in place of the file, bytes of each drive's file).
+    """
+    spine_blob = len(config.moe_layers) * config.experts
+    for other, (_, nbytes) in unit_offsets(config).items():
+        if other == key:
+            spine, experts, ends = _unit_rows(config, key, nbytes, spine_blob, Slicer(weights), 0)
+            return experts + spine, ends
+        spine_blob += len(range(0, nbytes, SPINE_PAGE))
+    raise KeyError(key)
+
+
+def _unit_rows(
+    config: K3Config, key: str, nbytes: int, spine_blob: int, slicer: Slicer, first_file: int
+) -> tuple[list[Row], list[Row], list[int]]:
+    """Rows of a unit's spine pages, of its experts, and the bytes of its files, one per drive."""
+    ends = [0] * slicer.drives
+    spine: list[Row] = []
+    experts: list[Row] = []
+    for page in range(0, nbytes, SPINE_PAGE):
+        parts = slicer.cut(min(SPINE_PAGE, nbytes - page))
+        _place(spine, spine_blob + page // SPINE_PAGE, parts, page, first_file, ends)
+    layer = int(key.partition(".")[2] or -1)
+    if layer in config.moe_layers:
+        expert_bytes = sum(spec.nbytes for spec in expert_inventory(config).values())
+        first_blob = (layer - config.dense_layers) * config.experts
+        for expert in range(config.experts):
+            _place(experts, first_blob + expert, slicer.cut(expert_bytes), 0, first_file, ends)
+    return spine, experts, ends
+
+
 def _place(
-    rows: list[tuple[int, int, int, int, int, int]],
+    rows: list[Row],
     blob: int,
     parts: Sequence[tuple[int, int]],
     at: int,

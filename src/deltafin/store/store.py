@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ import xxhash
 from deltafin.checkpoint.inventory import spine_inventory
 from deltafin.errors import ManifestError, SliceMissingError
 from deltafin.store.drives import check_drive, check_files
+from deltafin.store.files import hold
 from deltafin.store.manifest import MANIFEST_NAME, Manifest
 from deltafin.store.reader import Reader, raise_file_limit
 from deltafin.store.recovery import Recovery, Supplier
@@ -60,6 +62,7 @@ class Store:
         rank[np.lexsort((m.offset[starts], m.file[starts]))] = np.arange(experts)
         self._rank: list[int] = rank.tolist()
         self._plans: dict[int, ReadPlan] = {}
+        self._held: int | None = None
 
     @classmethod
     def open(
@@ -88,6 +91,25 @@ class Store:
             ReadError: a slice file is missing or truncated.
         """
         home = find_home(home)
+        held = hold(home)  # before the manifest is read: what it names stays until this is closed
+        try:
+            store = cls._open(home, depth, max_bytes_per_s, supplier, notify)
+        except BaseException:
+            if held is not None:
+                os.close(held)
+            raise
+        store._held = held
+        return store
+
+    @classmethod
+    def _open(
+        cls,
+        home: Path,
+        depth: int | None,
+        max_bytes_per_s: Mapping[int, float] | None,
+        supplier: Callable[[Manifest], Supplier | None] | None,
+        notify: Callable[[str], None] | None,
+    ) -> Store:
         manifest = Manifest.load(home)
         check_metadata(home, manifest)
         for drive in manifest.drives:
@@ -160,6 +182,9 @@ class Store:
         if self.reader.recovery is not None:
             self.reader.recovery.close()
         self.reader.close()
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def __enter__(self) -> Store:
         return self
