@@ -61,6 +61,7 @@ def _add_commands() -> None:
     app.add_typer(setup.app, name="setup")
     app.add_typer(drives.app, name="drives")
     app.command("doctor")(doctor.doctor)
+    app.command("upgrade")(setup.upgrade)
     app.command("fetch")(fetch.fetch)
     app.command("verify")(fetch.verify)
     app.command("repair")(fetch.repair)

@@ -23,8 +23,10 @@ from deltafin.hub.client import Hub
 from deltafin.hub.pins import Pin
 from deltafin.hub.plan import SetupPlan, draft_bytes, measure_link, plan_setup
 from deltafin.hub.released import Released, fetch_released
+from deltafin.hub.upgrade import upgrade as upgrade_install
 from deltafin.settings import Settings
 from deltafin.store.create import check_specs
+from deltafin.store.store import find_home
 from deltafin.store.types import DriveSpec
 
 app = typer.Typer(invoke_without_command=True, help="Bring K3 and its drafts onto your drives, and keep them there.")
@@ -123,6 +125,23 @@ def qwen(
     with closing(options.hub(settings)) as hub:
         _drafts(hub, home, list(chosen.items()))
     typer.echo(str(home / "qwen"))
+
+
+def upgrade(
+    store: options.Store = None,
+    repo: Repo = None,
+    revision: Revision = None,
+) -> None:
+    """Move the install to the revision that this version pins (or --revision), fetching only what differs."""
+    settings, _ = options.settings_from(store=store)
+    home = find_home(settings.store or settings.home / "store")
+    pin = _pin(repo, revision, pins.K3)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    with closing(options.hub(settings)) as hub, shown_progress(_KEPT) as show:
+        nbytes = upgrade_install(
+            hub=hub, home=home, pin=pin, progress=show, say=lambda t: console.print(t, markup=False)
+        )
+    typer.echo(f"{home} holds {pin.repo} at {pin.revision[:12]}; {_gb(nbytes)} differed and were fetched")
 
 
 def _install(
