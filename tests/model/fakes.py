@@ -40,6 +40,12 @@ class MemorySpine:
         return self._tensors[f"{PREFIX}model.embed_tokens.weight"][list(ids)].float()
 
 
+class MemoryBatches(list[list[Lease]]):
+    """All that was asked for, at hand."""
+
+    submitted = True
+
+
 class MemoryExperts:
     """Every expert at hand, in the released byte order."""
 
@@ -52,10 +58,10 @@ class MemoryExperts:
         self.by_address = {blob.data_ptr(): blob for blob in self.blobs.values()}
 
     @contextmanager
-    def fetch(self, layer: int, experts: Sequence[int], **_: object) -> Iterator[Iterator[list[Lease]]]:
+    def fetch(self, layer: int, experts: Sequence[int], **_: object) -> Iterator[MemoryBatches]:
         # Two batches in an order that is not the router's, as drives deliver them.
         leases = [Lease((layer, e), self.blobs[layer, e].data_ptr(), 0) for e in reversed(experts)]
-        yield iter([batch for batch in (leases[:3], leases[3:]) if batch])
+        yield MemoryBatches([batch for batch in (leases[:3], leases[3:]) if batch])
 
     def release(self, leases: Sequence[Lease]) -> None:
         pass
