@@ -8,6 +8,7 @@ metadata promised.
 
 from __future__ import annotations
 
+import http.client
 import importlib
 import random
 import re
@@ -16,11 +17,11 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
-
-import httpx
+from urllib.parse import SplitResult, urljoin, urlsplit
 
 from deltafin import offline
 from deltafin.errors import DeltafinError, HubError, Interrupted
+from deltafin.hub.line import Line, origin
 from deltafin.hub.pins import Pin
 
 MAX_REDIRECTS = 5
@@ -31,6 +32,7 @@ PATIENCE = 8
 
 _LONGEST_WAIT = 900.0  # seconds; a hub's rate limit window is at most some minutes
 _BACKOFF = (0.5, 30.0)  # seconds: first and longest wait
+_PIECE = 256 << 10  # what a reset may cost of what had arrived
 _SKIP_BYTES = 32 << 20  # read past so many bytes when a server ignores the range
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -95,20 +97,18 @@ class Hub:
         from huggingface_hub import constants
 
         self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
-        base = httpx.URL(self.endpoint)
-        if base.scheme not in ("http", "https") or not base.host:
+        base = urlsplit(self.endpoint)
+        if base.scheme not in ("http", "https") or not base.hostname:
             raise HubError(f"{self.endpoint!r} is not the address of a hub", remedy="correct HF_ENDPOINT")
         self._base = base
         self._hosts = frozenset(hosts)
         self._timeout = timeout
         self._backoff = backoff
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-        self._client = httpx.Client(
-            timeout=httpx.Timeout(timeout, connect=10.0, pool=None), limits=limits, follow_redirects=False
-        )
+        self._line = Line(timeout)
+        self._turns = threading.Semaphore(connections)
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._resolved: dict[tuple[str, str, str], httpx.URL] = {}
+        self._resolved: dict[tuple[str, str, str], SplitResult] = {}
         self._etags: dict[tuple[str, str, str], str] = {}
         self.requests = 0
 
@@ -172,7 +172,7 @@ class Hub:
     def close(self) -> None:
         """Stops and closes all connections."""
         self.stop()
-        self._client.close()
+        self._line.close()
 
     def _retry(self, step: Callable[[], Any], what: str, progress: Callable[[], int] = lambda: 0) -> Any:
         failures, before = 0, progress()
@@ -183,7 +183,7 @@ class Hub:
                 return step()
             except DeltafinError:
                 raise
-            except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError, _Transient) as e:
+            except (http.client.HTTPException, ValueError, OSError, _Transient) as e:
                 failures = 1 if progress() > before else failures + 1
                 before = progress()
                 if failures > PATIENCE:
@@ -236,30 +236,27 @@ class Hub:
         begin, end = offset + done[0], offset + len(view)
         headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         for _ in range(MAX_REDIRECTS + 1):
-            own = _origin(url) == _origin(self._base)
+            own = origin(url) == origin(self._base)
             # The token belongs to the hub alone: it stays on redirects within the hub and never leaves for a CDN.
             credentials = self._credentials() if own else {"User-Agent": "deltafin"}
             self.requests += 1
-            with self._client.stream("GET", url, headers={**credentials, **headers}) as response:
+            with self._turns, self._line.get(url, {**credentials, **headers}) as response:
                 if own:
-                    _check_promises(response, pin, file)
-                if response.status_code in (301, 302, 303, 307, 308):
+                    _check_promises(response.headers, pin, file)
+                if response.status in (301, 302, 303, 307, 308):
                     url = self._next(url, response.headers.get("location", ""), file)
                     continue
                 self._check(response, file, key, begin, end, direct=direct)
                 if not own:
                     with self._lock:
                         self._resolved[key] = url
-                try:
-                    self._body(response, file, begin, view, done)
-                except httpx.HTTPError as e:
-                    raise _Transient(_reason(e), resolve=False) from None
+                self._body(response, begin, view, done)
                 return
         raise HubError(f"{self.endpoint} redirects {file.name} in circles", remedy="this hub or mirror cannot be used")
 
     def _check(
         self,
-        response: httpx.Response,
+        response: http.client.HTTPResponse,
         file: RemoteFile,
         key: tuple[str, str, str],
         begin: int,
@@ -267,7 +264,7 @@ class Hub:
         *,
         direct: bool,
     ) -> None:
-        status, headers = response.status_code, response.headers
+        status, headers = response.status, response.headers
         if status not in (200, 206):
             if direct and status in (401, 403, 404, 410):
                 self._forget(key)
@@ -303,29 +300,28 @@ class Hub:
             self._forget(key)
             raise _Transient("the file's ETag changed while it was being read")
 
-    def _body(self, response: httpx.Response, file: RemoteFile, begin: int, view: memoryview, done: list[int]) -> None:
-        skip = begin if response.status_code == 200 else 0
+    def _body(self, response: http.client.HTTPResponse, begin: int, view: memoryview, done: list[int]) -> None:
+        skip = begin if response.status == 200 else 0
         if skip > _SKIP_BYTES:
             raise _Transient("the server ignores ranges")
-        for chunk in response.iter_raw():
+        scratch = memoryview(bytearray(_PIECE if skip else 0))
+        while done[0] < len(view):
             if self._stop.is_set():
                 raise Interrupted("stopped while fetching", remedy="run the same command again to continue")
-            piece = memoryview(chunk)
-            if skip:
-                cut = min(skip, len(piece))
-                piece, skip = piece[cut:], skip - cut
             # Never more than asked for, however long the body is.
-            piece = piece[: len(view) - done[0]]
-            view[done[0] : done[0] + len(piece)] = piece
-            done[0] += len(piece)
-            if done[0] == len(view):
-                return
-        raise _Transient("the connection was closed early")
+            place = scratch[: min(skip, _PIECE)] if skip else view[done[0] : done[0] + _PIECE]
+            got = response.readinto(place)
+            if not got:
+                raise _Transient("the connection was closed early")
+            if skip:
+                skip -= got
+            else:
+                done[0] += got
 
-    def _address(self, pin: Pin, file: RemoteFile) -> httpx.URL:
+    def _address(self, pin: Pin, file: RemoteFile) -> SplitResult:
         from huggingface_hub import hf_hub_url
 
-        return httpx.URL(hf_hub_url(pin.repo, file.name, revision=pin.revision, endpoint=self.endpoint))
+        return urlsplit(hf_hub_url(pin.repo, file.name, revision=pin.revision, endpoint=self.endpoint))
 
     @staticmethod
     def _credentials() -> dict[str, str]:
@@ -334,17 +330,19 @@ class Hub:
         headers: dict[str, str] = build_hf_headers(library_name="deltafin")
         return headers
 
-    def _next(self, url: httpx.URL, location: str, file: RemoteFile) -> httpx.URL:
-        target = url.join(location)
-        host = target.host
-        known = host == self._base.host or host in self._hosts or host.endswith(_HUB_SUFFIXES)
-        if not location or len(location) > 16384 or target.userinfo or not known:
+    def _next(self, url: SplitResult, location: str, file: RemoteFile) -> SplitResult:
+        target = urlsplit(urljoin(url.geturl(), location))
+        host = target.hostname or ""
+        known = host == self._base.hostname or host in self._hosts or host.endswith(_HUB_SUFFIXES)
+        if not location or len(location) > 16384 or "@" in target.netloc or not known:
             raise HubError(
-                f"{url.host} redirects {file.name} to {host[:100]!r}, which is no host of this hub",
+                f"{url.hostname} redirects {file.name} to {host[:100]!r}, which is no host of this hub",
                 remedy="if you trust this mirror's host, name it in K3_HUB_HOSTS",
             )
         if target.scheme != "https" and target.scheme != self._base.scheme:
-            raise HubError(f"{url.host} redirects {file.name} to an unencrypted address", remedy="use another mirror")
+            raise HubError(
+                f"{url.hostname} redirects {file.name} to an unencrypted address", remedy="use another mirror"
+            )
         return target
 
     def _forget(self, key: tuple[str, str, str]) -> None:
@@ -369,9 +367,8 @@ class Hub:
             raise HubError(f"{self.endpoint} answers HTTP {status} for {what}", remedy=_AGAIN)
 
 
-def _check_promises(response: httpx.Response, pin: Pin, file: RemoteFile) -> None:
+def _check_promises(headers: Any, pin: Pin, file: RemoteFile) -> None:
     """The hub's own answer must agree with its metadata: same commit, same content, same size."""
-    headers = response.headers
     commit = headers.get("x-repo-commit")
     if commit and commit != pin.revision:
         raise HubError(f"{file.name} was served from commit {commit[:40]!r}", remedy="this mirror cannot be used")
@@ -390,10 +387,6 @@ def _wait_from(headers: Any) -> float | None:
         return float(after[:6])
     match = _RESET.search(str(headers.get("ratelimit", ""))[:200])
     return float(match[1]) if match else None
-
-
-def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
-    return url.scheme, url.host, url.port
 
 
 def _reason(error: Exception) -> str:
