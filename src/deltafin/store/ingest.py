@@ -7,7 +7,10 @@ at most the batches in flight. In place there is nothing to write: movers report
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import fcntl
 import os
 import queue
 import threading
@@ -22,17 +25,19 @@ import numpy.typing as npt
 import xxhash
 
 from deltafin.errors import DeltafinError, DriveError, DriveFullError, Interrupted, StoreError
+from deltafin.store.buffers import AlignedBuffer
 from deltafin.store.files import fsync_path, sync
 from deltafin.store.manifest import Manifest, PresenceLog
 from deltafin.store.meter import REPORT_SECONDS, Meter, Progress
 from deltafin.store.source import AGAIN
-from deltafin.store.types import SLICE_ALIGN, DriveInfo
+from deltafin.store.types import PAGE, SLICE_ALIGN, DriveInfo
 
 BATCH_BYTES = 256 << 20
 """Unsynced bytes per drive: large enough that syncing costs little, small enough to redo after a kill."""
 
 BATCH_SECONDS = 2.0
 _ZEROS = bytes(SLICE_ALIGN)
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 Row = tuple[int, int, int]  # blob, part, checksum
 
@@ -288,6 +293,8 @@ class _Writer(threading.Thread):
         self._drive = drive
         self._shared = shared
         self._open: dict[int, int] = {}
+        self._direct: set[int] = set()  # of the open ones, those that bypass the page cache
+        self._bounce = AlignedBuffer(SLICE_ALIGN)
         self._created: set[Path] = set()
         self._batch: list[Row] = []
         self._unsynced = 0
@@ -318,20 +325,27 @@ class _Writer(threading.Thread):
     def _write(self, job: _Job) -> None:
         s = job.slice
         fd = self._descriptor(s.file)
-        padding = -s.length % SLICE_ALIGN
-        pieces = [job.data, memoryview(_ZEROS)[:padding]]
-        offset, left = s.offset, s.length + padding
-        while left:
-            written = os.pwritev(fd, pieces, offset)
-            offset, left = offset + written, left - written
-            if left:  # interrupted, or at a limit of the system
-                skip = s.length + padding - left
-                pieces = [job.data[skip:], pieces[-1]] if skip < s.length else [pieces[-1][-left:]]
-        if hasattr(os, "posix_fadvise"):
+        size = s.length + -s.length % SLICE_ALIGN
+        pieces = self._aligned(job.data) if fd in self._direct else [job.data, memoryview(_ZEROS)[: size - s.length]]
+        offset = s.offset
+        while pieces:
+            try:
+                written = os.pwritev(fd, pieces, offset)
+            except OSError as e:
+                if e.errno != errno.EINVAL or fd not in self._direct:
+                    raise
+                self._step_back(fd)
+                continue
+            offset += written
+            while pieces and written >= len(pieces[0]):
+                written -= len(pieces.pop(0))
+            if pieces:  # interrupted, or at a limit of the system
+                pieces[0] = pieces[0][written:]
+        if fd not in self._direct and hasattr(os, "posix_fadvise"):
             # Starts the write-back now, so that the sync at the batch's end finds little to do.
-            os.posix_fadvise(fd, s.offset, s.length + padding, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(fd, s.offset, size, os.POSIX_FADV_DONTNEED)
         self._batch.append((s.blob, s.part, job.checksum))
-        self._unsynced += s.length + padding
+        self._unsynced += size
         self._shared.moved[self._drive.index] += s.length
 
     def _descriptor(self, file: int) -> int:
@@ -342,7 +356,31 @@ class _Writer(threading.Thread):
                 self._created.add(path.parent)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             self._open[file] = fd
+            if _O_DIRECT:
+                # Past the page cache: through it, a gigabyte costs twice the processor time and evicts what others use.
+                with contextlib.suppress(OSError):
+                    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _O_DIRECT)
+                    self._direct.add(fd)
         return fd
+
+    def _step_back(self, fd: int) -> None:
+        """Goes on through the page cache: this file system refuses a direct write."""
+        self._direct.discard(fd)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)
+
+    def _aligned(self, data: memoryview) -> list[memoryview]:
+        """``data`` and its padding in pieces that a direct write takes: whole pages at page boundaries."""
+        whole = len(data) // PAGE * PAGE
+        if ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE:
+            whole = 0
+        rest = len(data) - whole
+        room = rest + -len(data) % SLICE_ALIGN
+        if self._bounce.view.nbytes < room:
+            self._bounce = AlignedBuffer(room)
+        tail = self._bounce.view[:room]
+        tail[:rest] = data[whole:]
+        tail[rest:] = _ZEROS[: room - rest]
+        return [piece for piece in (data[:whole], tail) if len(piece)]
 
     def _sync(self) -> None:
         batch, self._batch, self._unsynced = self._batch, [], 0
@@ -356,6 +394,7 @@ class _Writer(threading.Thread):
         finally:
             while self._open:
                 os.close(self._open.popitem()[1])
+            self._direct.clear()
         self._created.clear()
         self._since = time.monotonic()
         if batch:

@@ -105,10 +105,12 @@ class Keeper:
                     if not path.exists():
                         created.add(path.parent)
                     fd = files[number] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-                data = memoryview(item.data + bytes(-len(item.data) % SLICE_ALIGN))
+                data = memoryview(item.data)
                 done = 0
                 while done < len(data):
                     done += os.pwrite(fd, data[done:], int(m.offset[item.index]) + done)
+                padding = -len(data) % SLICE_ALIGN
+                os.pwrite(fd, bytes(padding), int(m.offset[item.index]) + done)
             for fd in files.values():
                 sync(fd)
             for folder in created:
