@@ -158,9 +158,6 @@ def ingest(
         except KeyboardInterrupt:
             interrupted = True
             interrupt()
-        except BaseException:
-            interrupt()
-            raise
         finally:
             shared.stop.set()
             for mover in crew:
