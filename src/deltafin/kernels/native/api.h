@@ -13,7 +13,7 @@ namespace k3 {
 
 using bf16 = uint16_t;
 
-// ---- threads and scratch (runtime.cpp) ---------------------------------------------------------------------------
+// ---- threads and scratch (runtime.cpp) ----
 
 // Runs fn(ctx, task, worker) for every task in [0, tasks), on the caller and the pool's threads. `worker` is smaller
 // than threads(). `work` is a rough count of multiply-adds: small jobs stay on the caller.
@@ -30,57 +30,71 @@ struct CallLock {  // one kernel at a time: pool and scratch are shared
     ~CallLock();
 };
 
-// ---- MXFP4 tables, index 0..255 = scale byte (runtime.cpp) ---------------------------------------------------------
+// ---- MXFP4 tables, index 0..255 = scale byte (runtime.cpp) ----
 
 // value[s][n] = E2M1(n) * 2^(s-127), exact; the second table holds the same numbers as bf16 bit patterns, low bytes of
 // the 16 entries first, then their high bytes.
 extern float mx_value[256][16];
 extern uint8_t mx_bytes[256][32];
 
-// ---- arguments -----------------------------------------------------------------------------------------------------
+// ---- arguments ----
 
 struct Linear {
-    const float* x; int64_t ldx;
+    const float* x;
+    int64_t ldx;
     const bf16* w;
-    float* out; int64_t ldo;
+    float* out;
+    int64_t ldo;
     int64_t rows, in, outs;
 };
 
 struct Norm {
-    const float* x; int64_t ldx;
-    const void* w; bool w_is_bf16;
-    float* out; int64_t ldo;
+    const float* x;
+    int64_t ldx;
+    const void* w;
+    bool w_is_bf16;
+    float* out;
+    int64_t ldo;
     int64_t rows, width;
     float eps;
 };
 
 struct AttnResMix {
-    const float* const* sources; const int64_t* ld; int64_t count;
+    const float* const* sources;
+    const int64_t* ld;
+    int64_t count;
     const float* score_w;
     Norm norm;  // x unused
 };
 
 struct Situ {
-    const float *gate, *up; int64_t ldg, ldu;
-    float* out; int64_t ldo;
+    const float *gate, *up;
+    int64_t ldg, ldu;
+    float* out;
+    int64_t ldo;
     int64_t rows, width;
     float beta, linear_beta;
 };
 
 struct GatedMlp {
-    const float* x; int64_t ldx;
+    const float* x;
+    int64_t ldx;
     const bf16 *gate, *up, *down;
-    float* out; int64_t ldo;
+    float* out;
+    int64_t ldo;
     int64_t rows, in, hidden, outs;
     float beta, linear_beta;
 };
 
 struct KdaPrepare {
-    const float* qkv; int64_t ld;
+    const float* qkv;
+    int64_t ld;
     const float *history, *conv_w;
-    const float* r; int64_t ldr;
+    const float* r;
+    int64_t ldr;
     const float *dt_bias, *a_log;
-    const float* b; int64_t ldb;
+    const float* b;
+    int64_t ldb;
     float *q, *k, *v, *decay, *beta;
     int64_t rows, heads, head_dim, taps;
     float lower_bound, qk_eps;
@@ -89,30 +103,37 @@ struct KdaPrepare {
 struct KdaRecurrence {
     const float *q, *k, *v, *decay, *beta;  // q may be null
     const float* state_in;
-    float *state_out, *out;                 // out may be null
+    float *state_out, *out;  // out may be null
     int64_t rows, heads, head_dim;
 };
 
 struct KdaOutput {
-    const float *o, *gate; int64_t ldo_in, ldg;
+    const float *o, *gate;
+    int64_t ldo_in, ldg;
     const float* w;
-    float* out; int64_t ldo;
+    float* out;
+    int64_t ldo;
     int64_t rows, heads, head_dim;
     float eps;
 };
 
 struct Mla {
-    const float* q; int64_t ldq;
+    const float* q;
+    int64_t ldq;
     const bf16* kv_b;
-    const float* cache; int64_t ldc;
-    const float* gate; int64_t ldg;  // gate may be null
-    float* out; int64_t ldo;
+    const float* cache;
+    int64_t ldc;
+    const float* gate;
+    int64_t ldg;  // gate may be null
+    float* out;
+    int64_t ldo;
     int64_t rows, start, heads, nope, rope, v_dim, lora;
     float scale;
 };
 
 struct Router {
-    const float* logits; int64_t ld;
+    const float* logits;
+    int64_t ld;
     const float* bias;
     int32_t* ids;
     float* weights;
@@ -127,11 +148,14 @@ struct ExpertLayout {
 };
 
 struct Experts {
-    const float* x; int64_t ldx, x_rows;
-    const uint8_t* const* blobs; int64_t count;
+    const float* x;
+    int64_t ldx, x_rows;
+    const uint8_t* const* blobs;
+    int64_t count;
     ExpertLayout layout;
     const int32_t *splits, *rows, *slots;
-    float* out; int64_t ldo;
+    float* out;
+    int64_t ldo;
     float beta, linear_beta;
 };
 

@@ -30,7 +30,8 @@ static void expert_forward(const Experts& a) {
     V16 beta = set1(a.beta), linear_beta = set1(a.linear_beta);
     double work = (double)total * (double)l.latent * (double)l.intermediate;
     // Up to four groups of 32 rows a task: enough tasks for every thread, runs as long as possible.
-    int64_t groups = l.intermediate / 32, run = max64(1, min64(4, a.count * groups / (4 * threads()))), tasks = (groups + run - 1) / run;
+    int64_t groups = l.intermediate / 32, run = max64(1, min64(4, a.count * groups / (4 * threads()))),
+            tasks = (groups + run - 1) / run;
     parallel(a.count * tasks, 2 * work, [&](int64_t task, int worker) {
         int64_t e = task / tasks;
         Panels x = inputs(e);

@@ -4,7 +4,10 @@
 
 K3_INLINE V16 load_part(const float* p, int64_t n) { return n >= 16 ? load(p) : load_n(p, n); }
 K3_INLINE void store_part(float* p, V16 a, int64_t n) {
-    if (n >= 16) store(p, a); else store_n(p, a, n);
+    if (n >= 16)
+        store(p, a);
+    else
+        store_n(p, a, n);
 }
 
 // e^x, under 1.1 ulp; 0 below -105, infinity above 88.72, subnormal results correctly scaled.
@@ -64,7 +67,9 @@ static inline float sum_squares(const float* x, int64_t n) {
     return s.total();
 }
 
-static inline float inverse_rms(float squares, int64_t n, float eps) { return 1.0f / __builtin_sqrtf(squares / (float)n + eps); }
+static inline float inverse_rms(float squares, int64_t n, float eps) {
+    return 1.0f / __builtin_sqrtf(squares / (float)n + eps);
+}
 
 static void unary(const Unary& a) {
     parallel((a.n + 4095) / 4096, (double)a.n * 16, [&](int64_t task, int) {

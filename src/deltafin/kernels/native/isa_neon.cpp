@@ -1,4 +1,4 @@
 #include <arm_neon.h>
 #define K3_V16 "v16_neon.h"
 #define K3_TABLE kernels_neon
-#include "kernels.inc"
+#include "kernels.inl"

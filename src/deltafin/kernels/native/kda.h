@@ -17,11 +17,14 @@ static void kda_prepare(const KdaPrepare& a) {
                 const float* rows[16];  // oldest first
                 for (int64_t j = 0; j < a.taps; ++j) {
                     int64_t s = t - past + j;
-                    rows[j] = (s < 0 ? a.history + ((past + s) * 3 + which) * width : a.qkv + s * a.ld + which * width) + h * d;
+                    rows[j] =
+                        (s < 0 ? a.history + ((past + s) * 3 + which) * width : a.qkv + s * a.ld + which * width) +
+                        h * d;
                 }
                 for (int64_t c = 0; c < d; c += 16) {
                     V16 y = zero();
-                    for (int64_t j = 0; j < a.taps; ++j) y = fma(load(w + j * padded + c), load_part(rows[j] + c, d - c), y);
+                    for (int64_t j = 0; j < a.taps; ++j)
+                        y = fma(load(w + j * padded + c), load_part(rows[j] + c, d - c), y);
                     store_part(out + c, vsilu(y), d - c);
                 }
                 if (which == 2) continue;
@@ -44,9 +47,9 @@ static void kda_prepare(const KdaPrepare& a) {
     });
 }
 
-// The state of one head, 16 W value columns wide, through all rows. Each column is independent, so blocks of columns are
+// The state of one head, 16 W value columns wide, through all rows. Columns are independent, so blocks of them are
 // parallel tasks; the block lives in `local` between the first and the last row. Row t's update and row t+1's decay and
-// product with k share one pass. N lanes of the last vector are real.
+// product with k share one pass. n columns are real.
 template <int W>
 static void kda_columns(const KdaRecurrence& a, int64_t h, int64_t c0, int64_t n, float* local) {
     int64_t d = a.head_dim, width = a.heads * d;
@@ -98,12 +101,13 @@ static void kda_recurrence(const KdaRecurrence& a) {
     int64_t d = a.head_dim, block = 16 * kWide, per_head = (d + block - 1) / block;
     int64_t each = d * block;
     float* local = (float*)scratch(kWorker, (size_t)(threads() * each) * 4);
-    parallel(a.heads * per_head, 2.0 * (double)a.rows * (double)a.heads * (double)(d * d), [&](int64_t task, int worker) {
-        int64_t h = task / per_head, begin = task % per_head * block, end = min64(d, begin + block);
-        float* mine = local + worker * each;
-        if (end - begin == block) return kda_columns<kWide>(a, h, begin, block, mine);
-        for (; begin < end; begin += 16) kda_columns<1>(a, h, begin, min64(16, end - begin), mine);
-    });
+    parallel(a.heads * per_head, 2.0 * (double)a.rows * (double)a.heads * (double)(d * d),
+             [&](int64_t task, int worker) {
+                 int64_t h = task / per_head, begin = task % per_head * block, end = min64(d, begin + block);
+                 float* mine = local + worker * each;
+                 if (end - begin == block) return kda_columns<kWide>(a, h, begin, block, mine);
+                 for (; begin < end; begin += 16) kda_columns<1>(a, h, begin, min64(16, end - begin), mine);
+             });
 }
 
 static void kda_output(const KdaOutput& a) {

@@ -1,6 +1,6 @@
 // Latent attention in absorbed form. A query is carried into the latent space once per head, attends to the cache rows
-// there, and only the mixed latent is carried back. The softmax is taken online over tiles of 64 cache rows counted from
-// row 0, so the order of operations for a row depends on its position alone.
+// there, and only the mixed latent is carried back. The softmax is taken online over tiles of 64 cache rows counted
+// from row 0, so the order of operations for a row depends on its position alone.
 #pragma once
 
 constexpr int64_t kCacheTile = 64;
@@ -9,7 +9,8 @@ constexpr int64_t kHeadBlock = 32;
 // latent[t][l] = sum_n q[t][n] w[n][l], n ascending, for 16 J columns from l and C rows. `ahead` is what will be read
 // later, 32 J bytes a step: rows of w are only touched in short pieces, which caches do not recognise as a stream.
 template <int J, int C>
-static void absorb(const bf16* w, int64_t lora, int64_t nope, int64_t l, const bf16* ahead, const float* q, int64_t ldq, Panels::Place to, int64_t ldo) {
+static void absorb(const bf16* w, int64_t lora, int64_t nope, int64_t l, const bf16* ahead, const float* q, int64_t ldq,
+                   Panels::Place to, int64_t ldo) {
     int64_t n = lora - l;
     V16 acc[C][J];
 #pragma GCC unroll 4
@@ -37,7 +38,8 @@ static void absorb(const bf16* w, int64_t lora, int64_t nope, int64_t l, const b
 
 // ctx[h][l] = alpha_h ctx[h][l] + sum_s p[h][s] cache[s][l], s ascending, for 16 J columns and C heads.
 template <int J, int C>
-static void mix(const float* cache, int64_t ldc, int64_t count, const float* p, const float* alpha, int64_t n, float* ctx, int64_t ldctx) {
+static void mix(const float* cache, int64_t ldc, int64_t count, const float* p, const float* alpha, int64_t n,
+                float* ctx, int64_t ldctx) {
     V16 acc[C][J];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c)
@@ -60,7 +62,7 @@ static void mix(const float* cache, int64_t ldc, int64_t count, const float* p, 
         for (int j = 0; j < J; ++j) store(ctx + c * ldctx + 16 * j, acc[c][j]);
 }
 
-// One row's `count` heads over cache rows [0, limit). Scratch: ctx [count][ldctx], p [count][tile], three floats a head.
+// One row's `count` heads over cache rows [0, limit). Scratch: ctx [count][ldctx]; p [count][tile], then 3 a head.
 static void attend(const Mla& a, int64_t limit, const Panels& query, float* ctx, int64_t ldctx, float* p) {
     int64_t count = query.rows;
     float *top = p + kHeadBlock * kCacheTile, *sum = top + kHeadBlock, *alpha = sum + kHeadBlock;
@@ -103,11 +105,13 @@ static void attend(const Mla& a, int64_t limit, const Panels& query, float* ctx,
                 }
                 for (int64_t i = 0; i < min64(kWide, count - h); ++i)
                     for (int64_t j = 0; j < 16 * kWide && l + j < a.lora; j += 16)
-                        mix<1, 1>(c + j, a.ldc, n, ph + i * kCacheTile, alpha + h + i, a.lora - l - j, dst + i * ldctx + j, ldctx);
+                        mix<1, 1>(c + j, a.ldc, n, ph + i * kCacheTile, alpha + h + i, a.lora - l - j,
+                                  dst + i * ldctx + j, ldctx);
             }
     }
     for (int64_t h = 0; h < count; ++h)
-        for (int64_t i = 0; i < ldctx; i += 16) store(ctx + h * ldctx + i, div(load(ctx + h * ldctx + i), set1(sum[h])));
+        for (int64_t i = 0; i < ldctx; i += 16)
+            store(ctx + h * ldctx + i, div(load(ctx + h * ldctx + i), set1(sum[h])));
 }
 
 static void mla_attention(const Mla& a) {
@@ -137,7 +141,8 @@ static void mla_attention(const Mla& a) {
                 Panels::Place to = queries(0, h / together).place(h % together);
                 for (int64_t t = 0; t < rows; ++t)
                     for (int64_t i = a.lora; i < padded; ++i)
-                        to.first[t * ldq + i / 32 * to.stride + i % 32] = i < width ? q[t * a.ldq + a.nope + i - a.lora] : 0.0f;
+                        to.first[t * ldq + i / 32 * to.stride + i % 32] =
+                            i < width ? q[t * a.ldq + a.nope + i - a.lora] : 0.0f;
                 for (int64_t l = 0; l < a.lora; l += 16 * kWide) {
                     const bf16* ahead = later + l * a.nope;
                     bool full = l + 16 * kWide <= a.lora;
@@ -149,9 +154,11 @@ static void mla_attention(const Mla& a) {
                             t += kWide;
                             continue;
                         }
-                        if (full) absorb<kWide, 1>(w, a.lora, a.nope, l, ahead, qt, a.ldq, at, ldq);
+                        if (full)
+                            absorb<kWide, 1>(w, a.lora, a.nope, l, ahead, qt, a.ldq, at, ldq);
                         else
-                            for (int64_t j = l; j < a.lora; j += 16) absorb<1, 1>(w, a.lora, a.nope, j, ahead, qt, a.ldq, at, ldq);
+                            for (int64_t j = l; j < a.lora; j += 16)
+                                absorb<1, 1>(w, a.lora, a.nope, j, ahead, qt, a.ldq, at, ldq);
                         ++t;
                     }
                 }
@@ -173,7 +180,8 @@ static void mla_attention(const Mla& a) {
                 Bf16Rows w{a.kv_b + (h * per_head + a.nope) * a.lora, a.lora};
                 float* out = a.out + t0 * a.ldo + h * a.v_dim;
                 const bf16* then = h + 1 < a.heads ? w.base + per_head * a.lora : w.base;
-                product(w, 0, a.v_dim, then, Panels(context + h * most * ldctx, ldctx, rows), out, 1, a.ldo, local + worker * each);
+                product(w, 0, a.v_dim, then, Panels(context + h * most * ldctx, ldctx, rows), out, 1, a.ldo,
+                        local + worker * each);
                 for (int64_t t = 0; a.gate && t < rows; ++t)
                     for (int64_t i = 0; i < a.v_dim; i += 16) {
                         int64_t n = a.v_dim - i;

@@ -18,7 +18,9 @@ static double read_sum(const void* p, int64_t bytes) {
 }
 
 static double fma_burn(int64_t steps) {
-    enum { kChains = 12 * kPartLanes / 16 < 6 ? 6 : 12 * kPartLanes / 16 };  // twelve registers: twice two units of latency four
+    enum {
+        kChains = 12 * kPartLanes / 16 < 6 ? 6 : 12 * kPartLanes / 16
+    };  // twelve registers: twice two units of latency four
     int64_t tasks = threads();
     float* sink = (float*)scratch(kWorker, (size_t)threads() * 64);
     parallel(tasks, 1e12, [&](int64_t task, int) {

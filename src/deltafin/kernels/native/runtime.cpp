@@ -30,8 +30,8 @@ inline void relax() {
 
 // Work too small to be worth waking anybody: about three microseconds of one core.
 constexpr double kAlone = 96 * 1024;
-// How long a worker looks for the next job before it sleeps. Longer than the Python between two kernels of a layer, much
-// shorter than a read from a drive.
+// How long a worker looks for the next job before it sleeps. Longer than the Python between two kernels of a layer,
+// much shorter than a read from a drive.
 constexpr auto kSpin = std::chrono::microseconds(60);
 
 class Pool {
@@ -65,8 +65,10 @@ public:
         // Nobody can enter after this; whoever is inside still finishes a task whose context is on our stack.
         open_.store(false);
         for (int spins = 0; inside_.load() > 0; ++spins) {
-            if (spins < 20000) relax();
-            else std::this_thread::yield();
+            if (spins < 20000)
+                relax();
+            else
+                std::this_thread::yield();
         }
     }
 

@@ -1,11 +1,18 @@
 // Sixteen fp32 lanes in two AVX2 registers.
 #pragma once
 
-struct V16 { __m256 lo, hi; };
+struct V16 {
+    __m256 lo, hi;
+};
 
-
-K3_INLINE V16 set1(float x) { __m256 v = _mm256_set1_ps(x); return {v, v}; }
-K3_INLINE V16 zero() { __m256 v = _mm256_setzero_ps(); return {v, v}; }
+K3_INLINE V16 set1(float x) {
+    __m256 v = _mm256_set1_ps(x);
+    return {v, v};
+}
+K3_INLINE V16 zero() {
+    __m256 v = _mm256_setzero_ps();
+    return {v, v};
+}
 K3_INLINE V16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 K3_INLINE __m256i first_n(int64_t n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -13,7 +20,10 @@ K3_INLINE __m256i first_n(int64_t n) {
 K3_INLINE V16 load_n(const float* p, int64_t n) {
     return {_mm256_maskload_ps(p, first_n(n)), _mm256_maskload_ps(p + 8, first_n(n - 8))};
 }
-K3_INLINE void store(float* p, V16 a) { _mm256_storeu_ps(p, a.lo); _mm256_storeu_ps(p + 8, a.hi); }
+K3_INLINE void store(float* p, V16 a) {
+    _mm256_storeu_ps(p, a.lo);
+    _mm256_storeu_ps(p + 8, a.hi);
+}
 K3_INLINE void store_n(float* p, V16 a, int64_t n) {
     _mm256_maskstore_ps(p, first_n(n), a.lo);
     _mm256_maskstore_ps(p + 8, first_n(n - 8), a.hi);
@@ -22,7 +32,9 @@ K3_INLINE V16 add(V16 a, V16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_
 K3_INLINE V16 sub(V16 a, V16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 K3_INLINE V16 mul(V16 a, V16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 K3_INLINE V16 div(V16 a, V16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
-K3_INLINE V16 fma(V16 a, V16 b, V16 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+K3_INLINE V16 fma(V16 a, V16 b, V16 c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
 K3_INLINE V16 vmax(V16 a, V16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 K3_INLINE V16 vmin(V16 a, V16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 K3_INLINE V16 if_less(V16 a, V16 b, V16 x, V16 y) {
@@ -35,7 +47,8 @@ K3_INLINE V16 vabs(V16 a) {
 }
 K3_INLINE V16 with_sign(V16 magnitude, V16 sign) {
     __m256 bit = _mm256_set1_ps(-0.0f);
-    return {_mm256_or_ps(magnitude.lo, _mm256_and_ps(bit, sign.lo)), _mm256_or_ps(magnitude.hi, _mm256_and_ps(bit, sign.hi))};
+    return {_mm256_or_ps(magnitude.lo, _mm256_and_ps(bit, sign.lo)),
+            _mm256_or_ps(magnitude.hi, _mm256_and_ps(bit, sign.hi))};
 }
 
 K3_INLINE __m256 scale_by(__m256 a, __m256 t) {
@@ -72,8 +85,10 @@ K3_INLINE void deinterleave(const float* p, V16& even, V16& odd) {
 K3_INLINE void load_mx(const uint8_t* p, uint8_t s, V16& first, V16& second) {
     __m256i packed = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
     __m256i nibbles = _mm256_and_si256(_mm256_srlv_epi64(packed, _mm256_setr_epi64x(0, 0, 4, 4)), _mm256_set1_epi8(15));
-    __m256i lows = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)mx_bytes[s])), nibbles);
-    __m256i highs = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)(mx_bytes[s] + 16))), nibbles);
+    __m256i lows =
+        _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)mx_bytes[s])), nibbles);
+    __m256i highs =
+        _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)(mx_bytes[s] + 16))), nibbles);
     __m256i a = _mm256_unpacklo_epi8(lows, highs), b = _mm256_unpackhi_epi8(lows, highs);
     __m256i high = _mm256_set1_epi32((int)0xffff0000u);
     first = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};

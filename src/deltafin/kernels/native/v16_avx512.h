@@ -1,8 +1,9 @@
 // Sixteen fp32 lanes in one AVX-512 register (F, BW, VL, DQ).
 #pragma once
 
-struct V16 { __m512 v; };
-
+struct V16 {
+    __m512 v;
+};
 
 K3_INLINE V16 set1(float x) { return {_mm512_set1_ps(x)}; }
 K3_INLINE V16 zero() { return {_mm512_setzero_ps()}; }
@@ -49,11 +50,12 @@ K3_INLINE void deinterleave(const float* p, V16& even, V16& odd) {
     odd = {_mm512_permutex2var_ps(a, _mm512_add_epi32(index, _mm512_set1_epi32(1)), b)};
 }
 
-// A group is four dwords of eight nibbles. Each 128-bit lane shifts its copy of them so that the wanted nibble is lowest
-// (vpermps looks at no other bits); the lanes stand in the order of kMxOrder only after `mx_to_order`.
+// A group is four dwords of eight nibbles. Each 128-bit lane shifts its copy of them so that the wanted nibble is
+// lowest (vpermps looks at no other bits); the lanes stand in the order of kMxOrder only after `mx_to_order`.
 K3_INLINE void load_mx(const uint8_t* p, uint8_t s, V16& first, V16& second) {
     __m512i packed = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
-    __m512i index = _mm512_srlv_epi32(packed, _mm512_setr_epi32(0, 0, 0, 0, 16, 16, 16, 16, 4, 4, 4, 4, 20, 20, 20, 20));
+    __m512i index =
+        _mm512_srlv_epi32(packed, _mm512_setr_epi32(0, 0, 0, 0, 16, 16, 16, 16, 4, 4, 4, 4, 20, 20, 20, 20));
     __m512 value = _mm512_load_ps(mx_value[s]);
     first = {_mm512_permutexvar_ps(index, value)};
     second = {_mm512_permutexvar_ps(_mm512_srli_epi32(index, 8), value)};

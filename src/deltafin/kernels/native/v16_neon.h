@@ -1,11 +1,16 @@
 // Sixteen fp32 lanes in four NEON registers (AArch64).
 #pragma once
 
-struct V16 { float32x4_t v[4]; };
+struct V16 {
+    float32x4_t v[4];
+};
 
 #define K3_EACH for (int i = 0; i < 4; ++i)
 
-K3_INLINE V16 set1(float x) { float32x4_t v = vdupq_n_f32(x); return {{v, v, v, v}}; }
+K3_INLINE V16 set1(float x) {
+    float32x4_t v = vdupq_n_f32(x);
+    return {{v, v, v, v}};
+}
 K3_INLINE V16 zero() { return set1(0.0f); }
 K3_INLINE V16 load(const float* p) { return {{vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)}}; }
 K3_INLINE V16 load_n(const float* p, int64_t n) {
@@ -19,16 +24,43 @@ K3_INLINE void store_n(float* p, V16 a, int64_t n) {
     store(t, a);
     __builtin_memcpy(p, t, (size_t)n * 4);
 }
-K3_INLINE V16 add(V16 a, V16 b) { K3_EACH a.v[i] = vaddq_f32(a.v[i], b.v[i]); return a; }
-K3_INLINE V16 sub(V16 a, V16 b) { K3_EACH a.v[i] = vsubq_f32(a.v[i], b.v[i]); return a; }
-K3_INLINE V16 mul(V16 a, V16 b) { K3_EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
-K3_INLINE V16 div(V16 a, V16 b) { K3_EACH a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a; }
-K3_INLINE V16 fma(V16 a, V16 b, V16 c) { K3_EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
+K3_INLINE V16 add(V16 a, V16 b) {
+    K3_EACH a.v[i] = vaddq_f32(a.v[i], b.v[i]);
+    return a;
+}
+K3_INLINE V16 sub(V16 a, V16 b) {
+    K3_EACH a.v[i] = vsubq_f32(a.v[i], b.v[i]);
+    return a;
+}
+K3_INLINE V16 mul(V16 a, V16 b) {
+    K3_EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]);
+    return a;
+}
+K3_INLINE V16 div(V16 a, V16 b) {
+    K3_EACH a.v[i] = vdivq_f32(a.v[i], b.v[i]);
+    return a;
+}
+K3_INLINE V16 fma(V16 a, V16 b, V16 c) {
+    K3_EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]);
+    return c;
+}
 // Compare and select, not vmaxq: the latter propagates NaN from either side, x86 does not.
-K3_INLINE V16 vmax(V16 a, V16 b) { K3_EACH a.v[i] = vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); return a; }
-K3_INLINE V16 vmin(V16 a, V16 b) { K3_EACH a.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); return a; }
-K3_INLINE V16 if_less(V16 a, V16 b, V16 x, V16 y) { K3_EACH x.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), x.v[i], y.v[i]); return x; }
-K3_INLINE V16 vabs(V16 a) { K3_EACH a.v[i] = vabsq_f32(a.v[i]); return a; }
+K3_INLINE V16 vmax(V16 a, V16 b) {
+    K3_EACH a.v[i] = vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]);
+    return a;
+}
+K3_INLINE V16 vmin(V16 a, V16 b) {
+    K3_EACH a.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]);
+    return a;
+}
+K3_INLINE V16 if_less(V16 a, V16 b, V16 x, V16 y) {
+    K3_EACH x.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), x.v[i], y.v[i]);
+    return x;
+}
+K3_INLINE V16 vabs(V16 a) {
+    K3_EACH a.v[i] = vabsq_f32(a.v[i]);
+    return a;
+}
 K3_INLINE V16 with_sign(V16 magnitude, V16 sign) {
     K3_EACH magnitude.v[i] = vbslq_f32(vdupq_n_u32(0x80000000u), sign.v[i], magnitude.v[i]);
     return magnitude;
@@ -73,8 +105,9 @@ K3_INLINE void load_mx(const uint8_t* p, uint8_t s, V16& first, V16& second) {
     uint8x16_t even = vandq_u8(packed, vdupq_n_u8(15)), odd = vshrq_n_u8(packed, 4);
     uint8x16_t even_lo = vqtbl1q_u8(lows, even), even_hi = vqtbl1q_u8(highs, even);
     uint8x16_t odd_lo = vqtbl1q_u8(lows, odd), odd_hi = vqtbl1q_u8(highs, odd);
-    uint32x4_t w[4] = {vreinterpretq_u32_u8(vzip1q_u8(even_lo, even_hi)), vreinterpretq_u32_u8(vzip1q_u8(odd_lo, odd_hi)),
-                       vreinterpretq_u32_u8(vzip2q_u8(even_lo, even_hi)), vreinterpretq_u32_u8(vzip2q_u8(odd_lo, odd_hi))};
+    uint32x4_t w[4] = {
+        vreinterpretq_u32_u8(vzip1q_u8(even_lo, even_hi)), vreinterpretq_u32_u8(vzip1q_u8(odd_lo, odd_hi)),
+        vreinterpretq_u32_u8(vzip2q_u8(even_lo, even_hi)), vreinterpretq_u32_u8(vzip2q_u8(odd_lo, odd_hi))};
     K3_EACH {
         first.v[i] = low_half(w[i]);
         second.v[i] = high_half(w[i]);

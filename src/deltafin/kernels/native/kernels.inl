@@ -17,7 +17,7 @@ namespace {
 
 extern const Kernels K3_TABLE;
 const Kernels K3_TABLE = {
-    linear, rmsnorm, attnres_mix_norm, situ, gated_mlp, kda_prepare, kda_recurrence, kda_output,
-    mla_attention, router, expert_forward, combine_norm, dequantize, unary, read_sum, fma_burn,
+    linear,        rmsnorm, attnres_mix_norm, situ,         gated_mlp,  kda_prepare, kda_recurrence, kda_output,
+    mla_attention, router,  expert_forward,   combine_norm, dequantize, unary,       read_sum,       fma_burn,
 };
 }  // namespace k3
