@@ -5,7 +5,9 @@
 Writes layers of true dimensions in the released format, measures, and removes them. For each token: ``read`` is the
 missed expert bytes with nothing but threads and direct reads, ``compute`` the same pass with every expert in memory,
 ``token`` the cold pass. With --rate (GB/s per drive) drives are throttled and the read ceiling is bytes / summed rates;
-``equal`` chooses the rate at which reading takes as long as computing. Arms run in random order.
+``equal`` chooses the rate at which reading takes as long as computing. Arms run in random order. A last arm has
+nothing but two spine buffers in memory, so that a token reads its spine as well as its experts, as on a machine with
+less memory than the spine has bytes.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from deltafin.bench.slice import (
     Step,
     measure_decode,
     measure_prefill,
+    measure_streamed,
     medians,
     open_slice,
     slice_install,
+    streaming_options,
 )
 
 
@@ -66,6 +70,9 @@ def main() -> None:
                     print(f"{'':34} recall by layer and predictor: {' '.join(recalls)}")
                 for rows in a.prefill if ahead else []:
                     show(f"  prefill of {rows}", measure_prefill(engine, rows, rates=rates))
+        with open_slice(home, depth=a.depth, **streaming_options(home)) as engine:
+            steps = measure_streamed(engine, max(4, a.tokens // 3), base.compute)
+            show(f"{len(a.dir)} drive(s), spine streamed too", medians(steps))
 
 
 if __name__ == "__main__":

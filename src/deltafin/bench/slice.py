@@ -18,6 +18,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import psutil
+
 from deltafin.bench.synthetic import released_config, write_synthetic_checkpoint
 from deltafin.checkpoint.config import K3Config
 from deltafin.checkpoint.inventory import spine_inventory
@@ -211,6 +213,45 @@ def measure_decode(
         if i >= warmup:
             steps.append(Step(read, compute, total, nbytes, wasted))
     return steps
+
+
+def measure_streamed(engine: Engine, tokens: int, compute: float, *, seed: int = 0) -> list[Step]:
+    """Decodes random tokens with nothing but two spine buffers in memory: each token reads its experts and its spine.
+
+    Args:
+        engine: opened with ``streaming_options``.
+        compute: seconds of a pass with everything in memory, measured elsewhere in the same run.
+    """
+    rng = random.Random(seed)
+    state = SequenceState.empty(engine.config, engine.plan.context)
+    engine.target.forward([1, 2, 3, 4], state)
+    state.commit(4)
+    units = [u for u in engine.store.spine_keys if u not in engine.plan.resident_units and u != "embed"]
+    steps = []
+    for i in range(1 + tokens):
+        engine.experts.clear_tier()
+        before = engine.experts.stats.copy()
+        started = time.perf_counter()
+        engine.target.forward([rng.randrange(VOCAB)], state)
+        total = time.perf_counter() - started
+        now = engine.experts.stats
+        state.commit(1)
+        # The engine has begun to read for the token after this one; it must not disturb the ceiling.
+        engine.spine.close()
+        plans = [engine.store.spine_unit(unit).plan for unit in units] + _plans(engine)
+        read = raw_read_seconds(engine.store, plans)
+        if i:
+            nbytes = sum(plan.nbytes for plan in plans)
+            steps.append(Step(read, compute, total, nbytes, now.ahead_wasted - before.ahead_wasted))
+    return steps
+
+
+def streaming_options(home: Path) -> dict[str, int]:
+    """A memory budget that leaves room for two spine buffers and little else."""
+    with Store.open(home) as store:
+        largest = max(store.spine_unit(unit).plan.buffer_bytes for unit in store.spine_keys)
+        frames = 6 * store.expert_buffer_bytes
+        return {"ram": psutil.Process().memory_info().rss + 2 * largest + frames + (100 << 20), "context": 64}
 
 
 def measure_prefill(engine: Engine, rows: int, *, seed: int = 0, rates: Sequence[float] | None = None) -> Step:
