@@ -61,7 +61,7 @@ setup(
             sources=[str(NATIVE / "module.cpp"), str(NATIVE / "runtime.cpp")],
             include_dirs=[str(NATIVE)],
             define_macros=MACROS,
-            depends=[str(p) for p in sorted(NATIVE.glob("*.[hi]*"))],
+            depends=[str(p) for p in sorted(NATIVE.iterdir())],
             extra_compile_args=[*COMMON, "-pthread"],
             extra_link_args=["-pthread"],
             cxx_std=17,
