@@ -60,6 +60,8 @@ def test_stream_then_offline(user: User, mini_target: Path) -> None:
     code, out, err = user(*PROMPT, DELTAFIN_OFFLINE="1")
     assert (code, out) == (0, expected), err
     assert len(user.hub.log) == before, "what was fetched stays"
+    code, out, err = user("fetch", "--hot", "5")
+    assert (code, out) == (0, "0.00 GB fetched\n"), err
     # The missing rest, layer by layer.
     assert user("fetch", "--layers", "1-3")[0] == 0
     code, out, err = user("fetch")

@@ -6,14 +6,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from deltafin.cli import options
 from deltafin.cli.store import print_verification, shown_progress
 from deltafin.errors import ExitCode, UsageError
+from deltafin.generation.engine import heat_file
+from deltafin.history.heat import load
 from deltafin.hub import install
 from deltafin.settings import Settings
-from deltafin.store.store import find_home
+from deltafin.store.manifest import Manifest
+from deltafin.store.store import Store, find_home
 from deltafin.store.verify import verify_store
 
 _KEPT = "what was fetched is kept: run the same command again to continue"
@@ -23,17 +27,21 @@ _MOST = 1 << 20
 def fetch(
     layers: Annotated[str | None, typer.Option(help="Layers, e.g. 1-10,92. [default: all]")] = None,
     experts: Annotated[str | None, typer.Option(help="Experts of these layers, e.g. 0-99,800. [default: all]")] = None,
+    hot: Annotated[int | None, typer.Option(help="Only the N experts used most in earlier runs.", min=1)] = None,
     store: options.Store = None,
     offline: options.Offline = None,
 ) -> None:
     """Bring experts that a streaming install lacks."""
+    if hot is not None and (layers is not None or experts is not None):
+        raise UsageError("--hot chooses layers and experts itself", remedy="drop --layers and --experts, or --hot")
     settings, _ = options.settings_from(store=store, offline=offline)
     home = _home(settings)
     wanted_layers = None if layers is None else numbers(layers, "--layers")
     wanted_experts = None if experts is None else numbers(experts, "--experts")
     with closing(options.hub(settings)) as hub, install.opened(home, hub) as (manifest, checkpoint, released):
         spine = range(manifest.expert_blobs, len(manifest.first) - 1)
-        blobs = [*spine, *install.select(manifest, wanted_layers, wanted_experts)]
+        chosen = install.select(manifest, wanted_layers, wanted_experts)
+        blobs = [*spine, *(chosen if hot is None else _hottest(settings, home, manifest, hot))]
         nbytes = install.missing_bytes(manifest, blobs)
         with shown_progress(_KEPT) as show:
             install.bring(manifest, checkpoint, released, hub, blobs, show)
@@ -73,6 +81,17 @@ def _mend(settings: Settings, home: Path, rate: float | None) -> None:
     with closing(options.hub(settings)) as hub, shown_progress(_KEPT) as show:
         report = install.mend(home, hub, max_bytes_per_s=rate, progress=show)
     typer.echo(f"{report.slices:,} slices read, {len(report.bad)} damaged, {len(report.bad)} fetched again")
+
+
+def _hottest(settings: Settings, home: Path, manifest: Manifest, count: int) -> list[int]:
+    with Store.open(home) as store:
+        path = heat_file(options.heat_folder(settings), store)
+    heat = load(path, manifest.identity, len(manifest.config.moe_layers), manifest.config.experts)
+    counts = heat.counts.reshape(-1)
+    if not counts.any():
+        raise UsageError("no use of experts has been recorded yet", remedy="run something first, or name --layers")
+    order = np.argsort(-counts, kind="stable")[:count]
+    return [int(blob) for blob in order if counts[blob] > 0]
 
 
 def _home(settings: Settings) -> Path:
