@@ -15,7 +15,7 @@ struct Bf16Rows {  // first = even, second = odd numbers
         for (int i = 0; i < rows; ++i) __builtin_prefetch(r + 32 * (g * rows + i), 0, 3);
     }
     static K3_INLINE_MEMBER void prefetch_slice(Row r, int64_t g, int64_t chunks) {
-        for (int64_t i = 0; i < chunks; ++i) __builtin_prefetch(r + 32 * (g + i), 0, 2);
+        for (int64_t i = 0; i < chunks; ++i) __builtin_prefetch(r + 32 * (g + i), 0, 3);
     }
     static K3_INLINE_MEMBER void chunk(Row r, int64_t g, V16& a, V16& b) { load_pairs(r + 32 * g, a, b); }
     static K3_INLINE_MEMBER void last(Row r, int64_t g, int64_t n, V16& a, V16& b) {
@@ -252,9 +252,11 @@ static void tiles(const W& w, int64_t begin, int64_t end, const Panels& x, float
                   float* local) {
     float *decoded = local, *acc = local + kTileOuts * kTileChunks * 32;
     int64_t all = (w.in + 31) / 32;
-    for (int64_t n0 = begin; n0 < end; n0 += kTileOuts)
+    // With few groups little time passes between slices: smaller tiles leave the first-level cache room for the next one.
+    int64_t outs = x.groups <= 4 ? 2 * kTileRows : kTileOuts;
+    for (int64_t n0 = begin; n0 < end; n0 += outs)
         for (int64_t g0 = 0; g0 < x.groups; g0 += kTileGroups) {
-            int64_t blocks = (min64(kTileOuts, end - n0) + kTileRows - 1) / kTileRows,
+            int64_t blocks = (min64(outs, end - n0) + kTileRows - 1) / kTileRows,
                     g1 = min64(x.groups, g0 + kTileGroups);
             for (int64_t k0 = 0; k0 < all; k0 += kTileChunks) {
                 int64_t chunks = min64(kTileChunks, all - k0);
@@ -264,7 +266,7 @@ static void tiles(const W& w, int64_t begin, int64_t end, const Panels& x, float
                     if (k0 + kTileChunks < all)
                         W::prefetch_slice(row, k0 + kTileChunks, min64(kTileChunks, all - k0 - kTileChunks));
                     else
-                        W::prefetch_slice(w.row(min64(n0 + kTileOuts + r, end - 1)), 0, min64(kTileChunks, all));
+                        W::prefetch_slice(w.row(min64(n0 + outs + r, end - 1)), 0, min64(kTileChunks, all));
                     float* to = decoded + (r / kTileRows) * kTileRows * kTileChunks * 32 + (r % kTileRows) * 32;
                     for (int64_t k = 0; k < chunks; ++k, to += kTileRows * 32) {
                         V16 first, second;
@@ -283,7 +285,7 @@ static void tiles(const W& w, int64_t begin, int64_t end, const Panels& x, float
                                  acc + ((g - g0) * (kTileOuts / kTileRows) + b) * kTileRows * kTileCols * 16);
             }
             for (int64_t g = g0; g < g1; ++g)
-                for (int64_t n = n0; n < min64(end, n0 + kTileOuts); ++n) {
+                for (int64_t n = n0; n < min64(end, n0 + outs); ++n) {
                     int64_t r = (n - n0) % kTileRows, c = x.cols(g);
                     const float* sums =
                         acc + ((g - g0) * (kTileOuts / kTileRows) + (n - n0) / kTileRows) * kTileRows * kTileCols * 16 +
