@@ -14,6 +14,7 @@ from deltafin.errors import MemoryBudgetError
 MIB = 1 << 20
 MAX_PREFILL_ROWS = 8192
 WANTED_PREFILL_ROWS = 512
+GOOD_CONTEXT = 4096
 # Rows whose attention transients exist at one time; a longer prefill chunk walks through the layer in blocks of this.
 MAX_BLOCK_ROWS = 256
 
@@ -112,8 +113,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Splits ``budget`` bytes.
 
-    Priority: what a single position needs; then the spine; then a useful prefill chunk and enough reads in flight;
-    then the asked-for context; then a longer prefill chunk; then experts.
+    Priority: what a single position needs; then a useful prefill chunk, context and enough reads in flight, since
+    together they cost less than one layer and a short chunk reads the whole bank again and again; then the spine; then
+    the asked-for context; then a longer prefill chunk; then experts.
 
     Args:
         config: the model.
@@ -141,9 +143,23 @@ def plan_memory(
     state = recurrent_bytes(config) + latent_bytes(config, min_context)
     left = budget - runtime - state - min_rows * (per_row + per_block + logits) - min_frames * frame_bytes
 
+    good_rows, good_frames = WANTED_PREFILL_ROWS, max(min_frames, min(2 * k, total_experts))
+    good_context = max(min_context, min(context, GOOD_CONTEXT))
+    comfort = (
+        (good_rows - min_rows) * per_row
+        + (MAX_BLOCK_ROWS - min_rows) * per_block
+        + (good_frames - min_frames) * frame_bytes
+        + latent_bytes(config, good_context - min_context)
+    )
+
     pinned_bytes = sum(units[key] for key in pinned)
     free = {key: size for key, size in units.items() if key not in pinned}
-    resident, streams, spine_bytes = _split_spine(free, left - pinned_bytes)
+    # Where it would take a larger share, or cost a spine that fits whole, it has to wait its turn.
+    comfortable = comfort <= left // 4 and sum(free.values()) > left - pinned_bytes
+    resident, streams, spine_bytes = _split_spine(free, left - pinned_bytes - comfort * comfortable)
+    if resident is None and comfortable:
+        comfortable = False
+        resident, streams, spine_bytes = _split_spine(free, left - pinned_bytes)
     spine_bytes += pinned_bytes
     if resident is None:
         smallest = budget - left + spine_bytes
@@ -154,8 +170,10 @@ def plan_memory(
     left -= spine_bytes
     resident += pinned
 
-    rows, frames, positions = min_rows, min_frames, min_context
-    block = min_rows
+    rows, block, frames, positions = min_rows, min_rows, min_frames, min_context
+    if comfortable:
+        rows, block, frames, positions = good_rows, MAX_BLOCK_ROWS, good_frames, good_context
+        left -= comfort
 
     def grow_rows(want: int, spend: int) -> None:
         nonlocal rows, block, left
