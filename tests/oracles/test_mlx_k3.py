@@ -44,9 +44,9 @@ def test_recorded_continuations(mini: Float64K3, mlx: MlxK3, number: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("eps", [1e-6, 1e-5])
-def test_all_recorded_continuations(eps: float) -> None:
-    model = MlxK3(recorded.TARGET, latent_norm_eps=eps)
+def test_all_recorded_continuations() -> None:
+    """The other reading of the latent norms' epsilon is compared in float64, which is faster."""
+    model = MlxK3(recorded.TARGET, latent_norm_eps=1e-6)
     for prompt in recorded.prompts():
         assert model.generate_greedy(prompt.ids, prompt.max_new, prompt.stop)[0] == prompt.expected, prompt.id
 
