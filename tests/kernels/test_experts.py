@@ -48,6 +48,17 @@ def test_unaligned_blobs_and_other_layouts() -> None:
     assert torch.equal(got, expected)
 
 
+def test_more_rows_than_are_worked_on_at_once() -> None:
+    layout = ExpertLayout.released(32, 32)
+    x, blobs = rand(700, 32, seed=6), [rand_blob(layout, seed=e) for e in range(4)]
+    routes = [list(range(700)), [], list(range(0, 700, 2)), list(range(699, 0, -1))]
+    together, alone = torch.zeros(2800, 32), torch.zeros(2800, 32)
+    run_experts(x, blobs, layout, routes, together, 0, 700)
+    for e in range(4):
+        run_experts(x, blobs, layout, [r if i == e else [] for i, r in enumerate(routes)], alone, 0, 700)
+    assert torch.equal(together, alone)
+
+
 @pytest.mark.parametrize(
     ("splits", "rows", "slots"),
     [

@@ -1,7 +1,7 @@
 // Routed experts: w2 . SiTU(w1 x, w3 x) straight from the released bytes, and MXFP4 decoding for inspection.
 #pragma once
 
-static void expert_forward(const Experts& a) {
+static void run_experts(const Experts& a) {
     const ExpertLayout& l = a.layout;
     int64_t total = a.splits[a.count];
     if (total == 0) return;
@@ -61,6 +61,24 @@ static void expert_forward(const Experts& a) {
                 __builtin_memcpy(a.out + a.slots[a.splits[e] + t] * a.ldo + n, y + t * 32, 32 * 4);
         }
     });
+}
+
+// At most this many rows at a time: their packed inputs and hidden numbers stay below 32 MB at K3's widths.
+constexpr int64_t kEntries = 1024;
+
+static void expert_forward(const Experts& a) {
+    int64_t total = a.splits[a.count];
+    if (total <= kEntries) return run_experts(a);
+    int32_t* splits = (int32_t*)scratch(kIndex, (size_t)(a.count + 1) * 4);
+    for (int64_t begin = 0; begin < total; begin += kEntries) {
+        for (int64_t e = 0; e <= a.count; ++e)
+            splits[e] = (int32_t)(max64(begin, min64(a.splits[e], min64(begin + kEntries, total))) - begin);
+        Experts part = a;
+        part.splits = splits;
+        part.rows += begin;
+        part.slots += begin;
+        run_experts(part);
+    }
 }
 
 static void dequantize(const Dequantize& a) {
