@@ -134,7 +134,7 @@ def test_ctrl_c_leaves_a_state_to_continue_and_says_so(mini_target: Path, tmp_pa
         "def pwritev(fd, views, offset):\n"
         "    global count\n"
         "    count += 1\n"
-        "    os.write(1, b'writing\\n'); time.sleep(0.002 if count < 100 else 0.1); return real(fd, views, offset)\n"
+        "    os.write(1, b'writing\\n'); time.sleep(0.002 if count < 100 else 0.01); return real(fd, views, offset)\n"
         "os.pwritev = pwritev\n"
         "from deltafin.cli.main import main\n"
         "main()\n"

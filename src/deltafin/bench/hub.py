@@ -301,7 +301,11 @@ class _Handler(BaseHTTPRequestHandler):
                 at += os.sendfile(self.connection.fileno(), source.fileno(), at, min(_PIECE, stop - at))
         if what == "stall":
             time.sleep(5.0)
-        if cut:
+        if what == "cut":
+            # An orderly end, since a reset may take back what was sent; "reset" is a fault of its own.
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_WR)
+        elif cut:
             self._reset()
 
     def _answer(self, status: int, headers: Mapping[str, str] | None = None, body: bytes = b"") -> None:
