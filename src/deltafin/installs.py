@@ -12,10 +12,10 @@ from pathlib import Path
 from deltafin.errors import StoreError, UsageError
 from deltafin.settings import Settings
 from deltafin.store.create import create_store
+from deltafin.store.manifest import MANIFEST_NAME
 from deltafin.store.store import find_home
 from deltafin.store.types import DriveSpec, IngestProgress
 
-MANIFEST = "manifest.sqlite"
 MINI_DRIVES = 2
 
 
@@ -66,7 +66,7 @@ def resolve(settings: Settings, progress: Callable[[IngestProgress], None] | Non
             create_store(folder, [], layout="in-place", home=home, progress=progress)
         return Install(home, f"released files at {folder}, in place", draft_folders=(folder, folder.parent))
     default = settings.home / "store"
-    if (default / MANIFEST).is_file():
+    if (default / MANIFEST_NAME).is_file():
         return Install(default, f"default install at {default}")
     return embedded(settings, progress)
 

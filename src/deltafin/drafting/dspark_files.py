@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from deltafin.checkpoint.config import MAX_CONFIG_BYTES, K3Config
-from deltafin.checkpoint.tensorfile import SINGLE_NAME, TensorInfo, open_regular, read_bounded, read_header
+from deltafin.checkpoint.config import K3Config
+from deltafin.checkpoint.tensorfile import SINGLE_NAME, TensorInfo, open_regular, read_header
+from deltafin.drafting.draft_files import check_inventory, read_values
 from deltafin.errors import DraftError
 
 BLOCK = 7
@@ -140,15 +140,7 @@ def read_config(folder: Path, target: K3Config) -> DSparkConfig:
         DraftError: missing, malformed, or a draft for another model.
     """
     path = folder / "config.json"
-    try:
-        raw: Any = json.loads(read_bounded(path, MAX_CONFIG_BYTES))
-        config = DSparkConfig.model_validate(raw)
-    except ValidationError as e:
-        first = e.errors(include_url=False)[0]
-        where = ".".join(str(p) for p in first["loc"]) or "the file"
-        raise DraftError(f"{path}: {where}: {first['msg']}", remedy=_REFETCH) from None
-    except (ValueError, RecursionError) as e:
-        raise DraftError(f"{path} is not JSON: {e}", remedy=_REFETCH) from None
+    config = read_values(path, DSparkConfig, _REFETCH)
     mine = (config.hidden_size, config.target_hidden_size, config.target_num_hidden_layers, config.vocab_size)
     if mine != (target.hidden, target.hidden, target.layers, target.vocab_size):
         raise DraftError(
@@ -198,15 +190,7 @@ def check_files(folder: Path, config: DSparkConfig) -> dict[str, TensorInfo]:
     path = folder / SINGLE_NAME
     found = read_header(path, max_header_bytes=MAX_HEADER_BYTES)
     found.pop(EMBEDDING, None)
-    wanted = inventory(config)
-    for name, shape in wanted.items():
-        info = found.get(name)
-        if info is None:
-            raise DraftError(f"{path} lacks {name}", remedy=_REFETCH)
-        if info.dtype != "BF16" or info.shape != shape:
-            raise DraftError(f"{path}: {name} is {info.dtype} {info.shape}, not BF16 {shape}", remedy=_REFETCH)
-    if extra := sorted(found.keys() - wanted.keys()):
-        raise DraftError(f"{path} has the unknown tensor {extra[0]}", remedy=_REFETCH)
+    check_inventory(path, found, inventory(config), _REFETCH)
     return found
 
 

@@ -6,16 +6,15 @@ reach it, and only safetensors of exactly the expected names and shapes.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from deltafin.checkpoint.config import MAX_CONFIG_BYTES
-from deltafin.checkpoint.tensorfile import SINGLE_NAME, TensorInfo, read_bounded, read_header
+from deltafin.checkpoint.tensorfile import SINGLE_NAME, TensorInfo, read_header
+from deltafin.drafting.draft_files import check_inventory, read_values
 from deltafin.errors import DraftError
 
 MAX_HEADER_BYTES = 4 << 20
@@ -66,30 +65,14 @@ def check(folder: Path) -> QwenFiles:
         TensorFileError: the safetensors file itself is malformed.
     """
     path = folder / "config.json"
-    try:
-        raw: Any = json.loads(read_bounded(path, MAX_CONFIG_BYTES))
-        config = QwenConfig.model_validate(raw)
-    except ValidationError as e:
-        first = e.errors(include_url=False)[0]
-        where = ".".join(str(p) for p in first["loc"]) or "the file"
-        raise DraftError(f"{path}: {where}: {first['msg']}", remedy=_REFETCH) from None
-    except (ValueError, RecursionError) as e:
-        raise DraftError(f"{path} is not JSON: {e}", remedy=_REFETCH) from None
+    config = read_values(path, QwenConfig, _REFETCH)
     if config.num_attention_heads % config.num_key_value_heads:
         raise DraftError(f"{path}: query heads are not a multiple of key heads", remedy=_REFETCH)
     weights = folder / SINGLE_NAME
     found = read_header(weights, max_header_bytes=MAX_HEADER_BYTES)
     # A tied head is sometimes stored a second time.
     found.pop("lm_head.weight", None)
-    wanted = inventory(config)
-    for name, shape in wanted.items():
-        info = found.get(name)
-        if info is None:
-            raise DraftError(f"{weights} lacks {name}", remedy=_REFETCH)
-        if info.dtype != "BF16" or info.shape != shape:
-            raise DraftError(f"{weights}: {name} is {info.dtype} {info.shape}, not BF16 {shape}", remedy=_REFETCH)
-    if extra := sorted(found.keys() - wanted.keys()):
-        raise DraftError(f"{weights} has the unknown tensor {extra[0]}", remedy=_REFETCH)
+    check_inventory(weights, found, inventory(config), _REFETCH)
     if not (folder / "tokenizer.json").is_file():
         raise DraftError(f"{folder / 'tokenizer.json'} does not exist", remedy=_REFETCH)
     return QwenFiles(folder, config, found)
