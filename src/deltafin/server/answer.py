@@ -111,9 +111,11 @@ class JobResponse(Response):
                     # A comment: clients and proxies see that we live, parsers skip it.
                     await _write(send, ": still working\n\n")
                     patience = SIGN_SECONDS
-                if options.include_progress and not job.pieces:
+                if options.include_progress and not seen:
                     now = (self._scheduler.position(job), job.progress)
-                    if now != shown and (loop.time() - told > PROGRESS_SECONDS or now[0] != shown[0]):
+                    # The first of each kind is told at once, so that even a short prefill is seen.
+                    fresh_kind = now[0] != shown[0] or (shown[1] is None and now[1] is not None)
+                    if fresh_kind or (now != shown and loop.time() - told > PROGRESS_SECONDS):
                         shown, told = now, loop.time()
                         await write(shape.chunk(None, progress=progress(*now), **more))
                 fresh = job.pieces[seen:]
