@@ -29,8 +29,8 @@ import torch
 
 from deltafin import installs, kernels
 from deltafin.drafting.controller import DraftController
-from deltafin.drafting.dspark import Proposal
 from deltafin.drafting.economics import Economics, Experience
+from deltafin.drafting.proposal import Proposal
 from deltafin.errors import MemoryBudgetError
 from deltafin.generation.engine import Engine, EngineOptions
 from deltafin.generation.events import Finished, TokenDecided

@@ -19,12 +19,11 @@ from deltafin.drafting.dspark import DSpark
 from deltafin.drafting.dspark_files import (
     BLOCK,
     PENDING_ROWS,
-    DSparkWeights,
     check_files,
-    load,
     memory_bytes,
     read_config,
 )
+from deltafin.drafting.dspark_weights import DSparkWeights, load
 from deltafin.errors import CheckpointError, DraftError
 from deltafin.generation.engine import Engine, EngineOptions
 from oracles.dspark_float64 import Float64DSpark

@@ -12,8 +12,8 @@ import pytest
 from conftest import MINI
 from deltafin.checkpoint.config import K3Config
 from deltafin.drafting import qwen_files
-from deltafin.drafting.qwen import NOTHING, Guess, QwenSource, combine, guess
 from deltafin.drafting.qwen_files import check, model_folders
+from deltafin.drafting.qwen_text import NOTHING, Guess, QwenSource, combine, guess
 from deltafin.errors import CheckpointError, DraftError
 from deltafin.text.tokenizer import K3Tokenizer
 

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from conftest import MINI
 from deltafin.drafting.controller import DraftController
 from deltafin.drafting.drafts import Drafts
-from deltafin.drafting.dspark import Proposal
 from deltafin.drafting.economics import Economics
+from deltafin.drafting.proposal import Proposal
 from deltafin.generation.choice import Chooser, Decided
 from deltafin.generation.engine import Engine, EngineOptions
 from deltafin.generation.events import Finished, TokenDecided

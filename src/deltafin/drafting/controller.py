@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from deltafin.drafting.dspark import Proposal
 from deltafin.drafting.economics import DraftReport, Economics, PassCost
+from deltafin.drafting.proposal import Proposal
 
 
 class DraftSource(Protocol):

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from deltafin.checkpoint.config import K3Config
-from deltafin.drafting import dspark_files, qwen_files
+from deltafin.drafting import dspark_files, dspark_weights, qwen_files
 from deltafin.drafting.controller import DraftController, DraftSource
 from deltafin.drafting.dspark import DSpark, DSparkSource
 from deltafin.drafting.economics import Economics, Experience
@@ -171,12 +171,13 @@ class Drafts:
         source: Callable[[], DraftSource]
         if found.kind == "dspark":
             assert lm_head is not None
-            weights = dspark_files.load(found.folder, dspark_files.read_config(found.folder, config))
+            weights = dspark_weights.load(found.folder, dspark_files.read_config(found.folder, config))
             make = partial(DSpark, weights, embed, lm_head, capacity=min(context, CONTEXT_ROWS))
             source = lambda: DSparkSource(make())  # noqa: E731
         else:
             # Optional packages, whose import takes seconds.
-            from deltafin.drafting.qwen import QwenSource, load_models
+            from deltafin.drafting.qwen import load_models
+            from deltafin.drafting.qwen_text import QwenSource
 
             source = partial(QwenSource, load_models(found.folder), K3Tokenizer.load(metadata, config))
         return cls(found.kind, source, vocab_size=config.vocab_size, width=width, always=always)

@@ -15,18 +15,12 @@ import torch
 from torch.nn import functional
 
 from deltafin import kernels
-from deltafin.drafting.dspark_files import BLOCK, PENDING_ROWS, DSparkConfig, DSparkLayer, DSparkWeights
+from deltafin.drafting.dspark_files import BLOCK, PENDING_ROWS, DSparkConfig, yarn
+from deltafin.drafting.dspark_weights import DSparkLayer, DSparkWeights
+from deltafin.drafting.proposal import Proposal
 
 Embed = Callable[[Sequence[int]], torch.Tensor]
 Taps = Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Drafted ids in order, and for each the estimated probability that it is accepted given the earlier ones are."""
-
-    tokens: tuple[int, ...]
-    confidence: tuple[float, ...]
 
 
 class DSpark:
@@ -66,7 +60,8 @@ class DSpark:
         self._pending_rows = 0
         # Memory is touched only as the context fills.
         self._context = torch.empty(c.num_hidden_layers, capacity + BLOCK, c.kv_lora_rank + c.qk_rope_head_dim)
-        self._frequencies, self._scale = _yarn(c)
+        frequencies, self._scale = yarn(c)
+        self._frequencies = torch.tensor(frequencies, dtype=torch.float32)
 
     def reset(self, position: int = 0) -> None:
         """Forgets all context; the next rows belong to ``position`` (a resumed sequence may lack earlier ones)."""
@@ -241,24 +236,6 @@ def _joined(pending: Sequence[tuple[int, Taps]]) -> list[tuple[int, Taps]]:
             out.append((first, [taps]))
         end = first + len(taps[0])
     return [(first, tuple(torch.cat(column) for column in zip(*parts, strict=True))) for first, parts in out]
-
-
-def _yarn(c: DSparkConfig) -> tuple[torch.Tensor, float]:
-    """YaRN inverse frequencies, fp32 [rope / 2], and the score scale (Peng et al., 2023, as DeepSeek applies it)."""
-    r, dim = c.rope_parameters, c.qk_rope_head_dim
-    index = torch.arange(0, dim, 2, dtype=torch.float64)
-    base = r.rope_theta ** (-index / dim)
-
-    def turn(rotations: float) -> float:
-        wave = r.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return dim * math.log(wave) / (2 * math.log(r.rope_theta))
-
-    low = max(math.floor(turn(r.beta_fast)), 0)
-    high = min(math.ceil(turn(r.beta_slow)), dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    frequencies = base * (1 - ramp) + base / r.factor * ramp
-    mu = 0.1 * r.mscale_all_dim * math.log(r.factor) + 1
-    return frequencies.float(), (c.qk_nope_head_dim + dim) ** -0.5 * mu * mu
 
 
 class DSparkSource:

@@ -1,19 +1,16 @@
-"""A DSpark draft as released, read-only: configuration, tensor inventory, and weights without the embedding copy."""
+"""A DSpark draft as released, read-only: configuration, tensor inventory and geometry. Knows no tensor library."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deltafin.checkpoint.config import K3Config
-from deltafin.checkpoint.tensorfile import SINGLE_NAME, TensorInfo, open_regular, read_header
+from deltafin.checkpoint.tensorfile import SINGLE_NAME, TensorInfo, read_header
 from deltafin.drafting.draft_files import check_inventory, read_values
 from deltafin.errors import DraftError
 
@@ -25,8 +22,7 @@ PENDING_ROWS = 256
 
 MAX_HEADER_BYTES = 1 << 20
 EMBEDDING = "embed_tokens.weight"
-_REFETCH = "fetch the draft again; until then K3 runs without it"
-_BF16 = torch.bfloat16
+REFETCH = "fetch the draft again; until then K3 runs without it"
 
 
 class _Strict(BaseModel):
@@ -83,48 +79,6 @@ class DSparkConfig(_Strict):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class DSparkLayer:
-    """One layer by the names the maths uses; matrices bf16 [out, in].
-
-    ``qkv_a`` stacks ``q_a_proj`` and ``kv_a_proj_with_mqa``, ``gate_up`` the two MLP inputs; ``kv_a`` is a view.
-    ``key`` [heads, nope, kv_lora] and ``value`` [heads, kv_lora, v] are ``kv_b_proj`` in fp32: widening it at every
-    step took longer than using it.
-    """
-
-    input_norm: torch.Tensor
-    mlp_norm: torch.Tensor
-    qkv_a: torch.Tensor
-    kv_a: torch.Tensor
-    q_a_norm: torch.Tensor
-    kv_a_norm: torch.Tensor
-    q_b: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    out: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class DSparkWeights:
-    """Every tensor of the draft but the redundant embedding.
-
-    Attributes:
-        tensors: those outside the layers, bf16 as stored, by released name.
-        layers: in order.
-    """
-
-    config: DSparkConfig
-    tensors: dict[str, torch.Tensor]
-    layers: tuple[DSparkLayer, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return memory_bytes(self.config)
-
-
 def memory_bytes(c: DSparkConfig) -> int:
     """Bytes of a loaded draft: all used tensors in bf16, ``kv_b_proj`` in fp32 instead."""
     total = 0
@@ -140,7 +94,7 @@ def read_config(folder: Path, target: K3Config) -> DSparkConfig:
         DraftError: missing, malformed, or a draft for another model.
     """
     path = folder / "config.json"
-    config = read_values(path, DSparkConfig, _REFETCH)
+    config = read_values(path, DSparkConfig, REFETCH)
     mine = (config.hidden_size, config.target_hidden_size, config.target_num_hidden_layers, config.vocab_size)
     if mine != (target.hidden, target.hidden, target.layers, target.vocab_size):
         raise DraftError(
@@ -190,60 +144,39 @@ def check_files(folder: Path, config: DSparkConfig) -> dict[str, TensorInfo]:
     path = folder / SINGLE_NAME
     found = read_header(path, max_header_bytes=MAX_HEADER_BYTES)
     found.pop(EMBEDDING, None)
-    check_inventory(path, found, inventory(config), _REFETCH)
+    check_inventory(path, found, inventory(config), REFETCH)
     return found
 
 
-def load(folder: Path, config: DSparkConfig) -> DSparkWeights:
-    """Reads the weights; K3's embedding is shared, so the file's copy of it is skipped, not read and dropped.
+def read_at(file: int, into: memoryview, offset: int, path: Path) -> None:
+    """Fills ``into`` from ``offset`` of the open file ``path``.
 
     Raises:
-        DraftError, TensorFileError: the files cannot be used.
+        DraftError: the file ends before.
+        OSError: it cannot be read.
     """
-    infos = check_files(folder, config)
-    path = folder / SINGLE_NAME
-    try:
-        with open_regular(path) as file:
-
-            def read(*names: str) -> torch.Tensor:
-                stacked = torch.empty(sum(infos[n].shape[0] for n in names), *infos[names[0]].shape[1:], dtype=_BF16)
-                view = memoryview(stacked.view(torch.uint8).numpy().reshape(-1))  # type: ignore[arg-type]
-                for n in names:
-                    _read_at(file.fileno(), view[: infos[n].nbytes], infos[n].offset, path)
-                    view = view[infos[n].nbytes :]
-                return stacked
-
-            layers = tuple(_layer(config, f"layers.{i}.", read) for i in range(config.num_hidden_layers))
-            tensors = {name: read(name) for name in infos if not name.startswith("layers.")}
-    except OSError as e:
-        raise DraftError(f"{path} cannot be read: {e.strerror}", remedy=_REFETCH) from None
-    return DSparkWeights(config, tensors, layers)
-
-
-def _read_at(file: int, into: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < len(into):
         got = os.preadv(file, [into[done:]], offset + done)
         if got == 0:
-            raise DraftError(f"{path} shrank while it was read", remedy=_REFETCH)
+            raise DraftError(f"{path} shrank while it was read", remedy=REFETCH)
         done += got
 
 
-def _layer(c: DSparkConfig, p: str, read: Callable[..., torch.Tensor]) -> DSparkLayer:
-    heads, nope, v, lora = c.num_attention_heads, c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank
-    qkv_a = read(f"{p}self_attn.q_a_proj.weight", f"{p}self_attn.kv_a_proj_with_mqa.weight")
-    kv_b = read(f"{p}self_attn.kv_b_proj.weight").view(heads, nope + v, lora)
-    return DSparkLayer(
-        input_norm=read(f"{p}input_layernorm.weight"),
-        mlp_norm=read(f"{p}post_attention_layernorm.weight"),
-        qkv_a=qkv_a,
-        kv_a=qkv_a[c.q_lora_rank :],
-        q_a_norm=read(f"{p}self_attn.q_a_layernorm.weight"),
-        kv_a_norm=read(f"{p}self_attn.kv_a_layernorm.weight"),
-        q_b=read(f"{p}self_attn.q_b_proj.weight"),
-        key=kv_b[:, :nope].float().contiguous(),
-        value=kv_b[:, nope:].float().transpose(1, 2).contiguous(),
-        out=read(f"{p}self_attn.o_proj.weight"),
-        gate_up=read(f"{p}mlp.gate_proj.weight", f"{p}mlp.up_proj.weight"),
-        down=read(f"{p}mlp.down_proj.weight"),
-    )
+def yarn(c: DSparkConfig) -> tuple[list[float], float]:
+    """YaRN inverse frequencies [rope / 2] and the score scale (Peng et al., 2023, as DeepSeek applies it)."""
+    r, dim = c.rope_parameters, c.qk_rope_head_dim
+
+    def turn(rotations: float) -> float:
+        wave = r.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return dim * math.log(wave) / (2 * math.log(r.rope_theta))
+
+    low = max(math.floor(turn(r.beta_fast)), 0)
+    high = min(math.ceil(turn(r.beta_slow)), dim - 1)
+    frequencies = []
+    for i in range(dim // 2):
+        base = r.rope_theta ** (-2 * i / dim)
+        ramp = min(max((i - low) / max(high - low, 1e-3), 0.0), 1.0)
+        frequencies.append(base * (1 - ramp) + base / r.factor * ramp)
+    mu = 0.1 * r.mscale_all_dim * math.log(r.factor) + 1
+    return frequencies, (c.qk_nope_head_dim + dim) ** -0.5 * mu * mu
