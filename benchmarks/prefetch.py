@@ -40,7 +40,7 @@ def decode(
     state.commit(len(prompt))
     engine.observe(len(prompt))
     seconds, routes, digest = [], [], hashlib.sha256()
-    look = engine.experts.look_ahead
+    look, again = engine.experts.look_ahead, engine.experts.look_again
     for i in range(tokens):
         if future is not None:
             known, after = future[i], future[min(i + 1, tokens - 1)]
@@ -51,6 +51,7 @@ def decode(
                 look(layer, lambda layer: at[layer - first], long=long)
 
             engine.experts.look_ahead = told  # type: ignore[method-assign]
+            engine.experts.look_again = lambda layer, predict: None  # type: ignore[method-assign]
         token = int(np.argmax(logits[-1].numpy()))
         started = time.perf_counter()
         logits = engine.target.forward([token], state)
@@ -59,7 +60,7 @@ def decode(
         seconds.append(time.perf_counter() - started)
         digest.update(logits.numpy().tobytes())
         routes.append([ids[0].tolist() for ids in engine.target.routes])
-    engine.experts.look_ahead = look  # type: ignore[method-assign]
+    engine.experts.look_ahead, engine.experts.look_again = look, again  # type: ignore[method-assign]
     return seconds, digest.hexdigest(), routes
 
 

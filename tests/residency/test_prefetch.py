@@ -13,6 +13,7 @@ def taught(used: set[int], tokens: int = 150, guesses: tuple[int, ...] = tuple(r
     policy = PrefetchPolicy(1, K)
     for _ in range(tokens):
         policy.plan(0, {"router": guesses}, window=1, read=1)
+        policy.plan(0, {"late router": guesses}, window=1, read=1, again=True)
         policy.learn(0, used)
     return policy
 
@@ -50,6 +51,19 @@ def test_the_better_predictor_is_used() -> None:
     figures = policy.report()[0]
     assert figures["history"].recall == 1.0
     assert figures["router"].recall == 0.0
+
+
+def test_the_figures_of_both_looks_are_kept_apart() -> None:
+    policy = PrefetchPolicy(1, K)
+    for _ in range(60):
+        policy.plan(0, {"router": [0, 1, 4, 5]}, window=1, read=0.1)
+        policy.plan(0, {"late router": [0, 1, 2, 3]}, window=1, read=0.1, again=True)
+        policy.learn(0, {0, 1, 2, 3})
+    figures = policy.report()[0]
+    assert (figures["router"].recall, figures["late router"].recall) == (0.5, 1.0)
+    policy.plan(0, {"router": [0, 1, 4, 5]}, window=1, read=0.1)
+    policy.learn(0, {0, 1, 2, 3})  # nobody looked again: the late guesses of the token before do not count
+    assert policy.report()[0]["late router"].guesses == 60 * K
 
 
 def test_what_is_in_memory_is_not_read_and_keeps_its_rank() -> None:

@@ -15,6 +15,7 @@ from deltafin.generation.engine import Engine, EngineOptions, heat_file
 from deltafin.history import heat
 from deltafin.history.trace import read_trace
 from deltafin.model.state import SequenceState
+from deltafin.store.types import ReadCancelled
 from deltafin.streaming.experts import ExpertStream
 
 NEW = 12
@@ -89,21 +90,58 @@ def test_with_guesses_that_are_always_wrong_or_random(
 ) -> None:
     eager(monkeypatch)
     chance = random.Random(seed)
-    look = ExpertStream.look_ahead
+    for name in ("look_ahead", "look_again"):
+        look = getattr(ExpertStream, name)
 
-    def mislead(self: ExpertStream, layer: int, predict: Any, *, long: bool = False) -> None:
-        def wrong(layer: int) -> list[int]:
-            ranked = list(predict(layer) or range(128))
-            return ranked[::-1] if seed == 0 else chance.sample(ranked, len(ranked))
+        def mislead(self: ExpertStream, layer: int, predict: Any, *, look: Any = look, **long: bool) -> None:
+            def wrong(layer: int) -> list[int]:
+                ranked = list(predict(layer) or range(128))
+                return ranked[::-1] if seed == 0 else chance.sample(ranked, len(ranked))
 
-        look(self, layer, wrong, long=long)
+            look(self, layer, wrong, **long)
 
-    monkeypatch.setattr(ExpertStream, "look_ahead", mislead)
+        monkeypatch.setattr(ExpertStream, name, mislead)
     options = EngineOptions(context=256, tier=chance.choice([0, 30, 200]), depth=chance.choice([1, 2, 4]))
     with Engine.open(mini_store, options) as engine:
         assert run(engine, prompt) == plain
         assert engine.experts.stats.ahead_wasted + engine.experts.stats.ahead_cancelled > 0
         _nothing_is_lost(engine.experts)
+
+
+def test_better_knowledge_takes_back_guesses_that_have_not_begun(
+    mini_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager(monkeypatch)
+    with Engine.open(mini_store, EngineOptions(context=256, tier=0)) as engine:
+        stream, layer = engine.experts, engine.config.moe_layers[1]
+        started: list[str] = []
+
+        class Ticket:
+            def __init__(self, name: str, done: Any) -> None:
+                self.name, self.done = name, done
+                started.append(name)
+
+            def cancel(self) -> bool:
+                if self.name.startswith("expert 2 "):
+                    return False  # under way already
+                self.done(ReadCancelled(self.name))
+                return True
+
+        def submit(plan: Any, buffer: Any, done: Any, **_: Any) -> Ticket:
+            return Ticket(plan.name, done)
+
+        monkeypatch.setattr(stream._store.reader, "submit", submit)
+        monkeypatch.setattr(stream._model, "likeliest", lambda *_: [])
+        stream.look_again(layer, lambda layer: [7])
+        assert not started  # nobody looked ahead
+        stream.look_ahead(layer, lambda layer: [1, 2, 3])
+        stream.look_again(layer, lambda layer: [3, 4])
+        assert sorted(stream._flights) == [(layer, 2), (layer, 3), (layer, 4)]
+        assert [name.split()[1] for name in started] == ["1", "2", "3", "4"]
+        assert stream.stats.ahead_cancelled == 1
+        for flight in stream._flights.values():
+            flight.ticket.done(None)  # type: ignore[union-attr]
+        _nothing_is_lost(stream)
 
 
 def test_memory_that_comes_and_goes(mini_store: Path, prompt: list[int], plain: Any) -> None:

@@ -214,23 +214,31 @@ class Target:
             )
             target += out
             self.routes.append(ids)
+            self._look_ahead(layer + 1, bank, target, state, again=True)
         self.times.mlp += time.perf_counter() - started
         return target
 
     def _look_ahead(
-        self, layer: int, bank: Sequence[torch.Tensor], accumulator: torch.Tensor, state: SequenceState
+        self,
+        layer: int,
+        bank: Sequence[torch.Tensor],
+        accumulator: torch.Tensor,
+        state: SequenceState,
+        *,
+        again: bool = False,
     ) -> None:
         """Lets the stream read ahead what ``layer``'s router would choose from the sums known now.
 
-        Missing from them are this layer's MLP (its experts are being read) and the next attention. Where the next
-        layer takes a snapshot, its mixture has the present accumulator among its sources all the same.
+        Missing from them are the MLP of the layer before (its experts are being read) and the attention of ``layer``;
+        when asked ``again``, only the latter. Where ``layer`` takes a snapshot, its mixture has the present accumulator
+        among its sources all the same.
         """
         config = self.config
         prefill = len(accumulator) > 1 and not state.partial
         wraps = layer == config.layers
         if wraps:
             layer = config.dense_layers  # of the next pass, whose tokens nobody knows yet: history must do
-        if layer not in config.moe_layers or (wraps and prefill):
+        if layer not in config.moe_layers or (wraps and prefill) or (again and (wraps or prefill)):
             return
 
         def predict(layer: int) -> Sequence[int] | None:
@@ -249,7 +257,10 @@ class Target:
             ).tolist()
             return [expert for expert in self._file_order(layer) if chosen[expert] >= _SURE_ROWS]
 
-        self._experts.look_ahead(layer, predict, long=prefill)
+        if again:
+            self._experts.look_again(layer, predict)
+        else:
+            self._experts.look_ahead(layer, predict, long=prefill)
 
     def _attend(self, layer: int, w: LayerWeights, x: torch.Tensor, state: SequenceState, block: slice) -> torch.Tensor:
         if isinstance(w.attention, KdaWeights):

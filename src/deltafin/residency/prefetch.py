@@ -56,7 +56,10 @@ class PrefetchPolicy:
         ranks = self.ranks = RANKS_PER_EXPERT * k
         # Until measured: the first guesses of a neighbouring router are usually right, those past k rarely.
         router = [max(0.05, 0.8 - 0.6 * rank / k) for rank in range(ranks)]
-        self._layers = [_Layer({"router": list(router), "history": [0.1] * ranks}) for _ in range(layers)]
+        late = [max(0.05, 0.9 - 0.5 * rank / k) for rank in range(ranks)]
+        self._layers = [
+            _Layer({"router": list(router), "late router": list(late), "history": [0.1] * ranks}) for _ in range(layers)
+        ]
 
     def worth_predicting(self, layer: int, *, window: float, read: float, cost: float) -> bool:
         """Whether asking the predictors can pay for itself.
@@ -86,6 +89,7 @@ class PrefetchPolicy:
         *,
         window: float,
         read: float,
+        again: bool = False,
     ) -> list[int]:
         """The reads to start, likeliest first.
 
@@ -94,13 +98,16 @@ class PrefetchPolicy:
             guesses: predictor → experts, likeliest first.
             present: experts that are in memory.
             window, read: see ``worth_predicting``.
+            again: these guesses add to those of an earlier call for the same token.
         """
         entry = self._layers[layer]
-        entry.asked = {name: ranked[: self.ranks] for name, ranked in guesses.items()}
+        if not again:
+            entry.asked = {}
         best: list[int] = []
         best_gain = 0.0
-        for name, ranked in entry.asked.items():
-            chosen, gain = self._gain(entry.precision[name], ranked, present, window, read)
+        for name, ranked in guesses.items():
+            entry.asked[name] = ranked[: self.ranks]
+            chosen, gain = self._gain(entry.precision[name], entry.asked[name], present, window, read)
             if gain > best_gain:
                 best, best_gain = chosen, gain
         return best

@@ -131,6 +131,9 @@ class ExpertStream:
         self._quiet_since = time.perf_counter()
         self._long = False
         self._windows = [0.0] * self._layers
+        self._late_windows = [0.0] * self._layers
+        self._looked: int | None = None  # the layer that was looked ahead for
+        self._looked_again = 0.0  # when
         self._missed = [True] * self._layers
         self._read_seconds = 0.0
         self._predict_seconds = 0.0
@@ -239,25 +242,67 @@ class ExpertStream:
         if not self._prefetch.worth_predicting(index, window=window, read=read, cost=self._predict_seconds):
             return
         started = time.perf_counter()
-        guesses: dict[str, Sequence[int]] = {}
-        by_router = predict(layer)
-        if by_router is not None:
-            guesses["router"] = by_router
-        if not self._policy.holds_all:  # otherwise nothing was learned about use
-            guesses["history"] = self._model.likeliest(index, self._prefetch.ranks)
         present = self._policy.kept_in(layer)
+        guesses = self._guesses("router", layer, predict)
         chosen = self._prefetch.plan(index, guesses, present, window=window, read=read)
         self._wishes = deque((layer, e) for e in chosen)
         self._grant_wishes()
+        self._looked = layer
         self._predict_seconds += _SMOOTH * (time.perf_counter() - started - self._predict_seconds)
 
-    def _measure_window(self, index: int, seconds: float) -> None:
+    def look_again(self, layer: int, predict: Predict) -> None:
+        """Looks ahead once more when all of the layer before ``layer`` is known: only an attention is missing now.
+
+        Guesses that the better knowledge leaves out are taken back where their reads have not begun. Nothing happens
+        unless ``look_ahead`` found this layer worth predicting.
+        """
+        if self._looked != layer:
+            return
+        index = layer - self._first
+        started = self._looked_again = time.perf_counter()
+        self._collect()
+        present = {*self._policy.kept_in(layer), *(e for of, e in self._ready if of == layer)}
+        window, read = self._late_windows[index] or self._windows[index], self._read_seconds
+        guesses = self._guesses("late router", layer, predict)
+        chosen = self._prefetch.plan(index, guesses, present, window=window, read=read, again=True)
+        if chosen:
+            self._take_back({(layer, e) for e in chosen})
+            self._wishes = deque((layer, e) for e in chosen)
+            self._grant_wishes()
+        self._predict_seconds += _SMOOTH * (time.perf_counter() - started - self._predict_seconds)
+
+    def _guesses(self, name: str, layer: int, predict: Predict) -> dict[str, Sequence[int]]:
+        guesses: dict[str, Sequence[int]] = {}
+        by_router = predict(layer)
+        if by_router is not None:
+            guesses[name] = by_router
+        if not self._policy.holds_all:  # otherwise nothing was learned about use
+            guesses["history"] = self._model.likeliest(layer - self._first, self._prefetch.ranks)
+        return guesses
+
+    def _take_back(self, wanted: Collection[Key]) -> None:
+        """Cancels reads ahead of what is not in ``wanted``, where nothing of them has begun."""
+        for key, flight in self._flights.items():
+            if flight.ahead and flight.wanted and key not in wanted:
+                assert flight.ticket is not None
+                flight.wanted = not flight.ticket.cancel()
+        self._collect()
+
+    def _measure_windows(self, index: int, entered: float) -> None:
+        """Learns how long the drives have been idle before this layer's router spoke."""
+        again = self._looked == index + self._first and self._looked_again > self._quiet_since
+        self._looked = None
         if self._long:  # a prefill's windows say nothing about decoding
             self._long = False
             return
-        seconds = min(seconds, _LONGEST_WINDOW)  # between two prompts the drives are idle for minutes
-        known = self._windows[index]
-        self._windows[index] = known + _SMOOTH * (seconds - known) if known else seconds
+        for windows, seconds in (
+            (self._windows, entered - self._quiet_since),
+            (self._late_windows, entered - self._looked_again if again else None),
+        ):
+            if seconds is not None:
+                seconds = min(seconds, _LONGEST_WINDOW)  # between two prompts the drives are idle for minutes
+                known = windows[index]
+                windows[index] = known + _SMOOTH * (seconds - known) if known else seconds
 
     def _known(self, key: Key) -> bool:
         return key in self._kept or key in self._ready or key in self._flights
@@ -428,7 +473,7 @@ class Fetch:
         """Takes over what was read ahead, gives up the rest of it, and starts the other reads."""
         stream = self._stream
         index = self._layer - stream._first
-        stream._measure_window(index, self._entered - stream._quiet_since)
+        stream._measure_windows(index, self._entered)
         stream._prefetch.learn(index, set(self._experts))
         try:
             stream._collect()
