@@ -152,6 +152,8 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Head and body are two sends: without this the body waits up to 40 ms for the head's acknowledgement.
+    disable_nagle_algorithm = True
     hub: LocalHub
 
     def log_message(self, *_: object) -> None:
