@@ -18,7 +18,8 @@ from deltafin.errors import (
     SliceMissingError,
     StoreError,
 )
-from deltafin.store import Store, create_store
+from deltafin.store import DriveSpec, Store, create_store
+from deltafin.store import drives as drives_module
 from deltafin.store.manifest import MANIFEST_NAME, Manifest, PresenceLog
 from deltafin.store.survey import inspect_store, relocate_store
 from deltafin.store.verify import repair_store, verify_store
@@ -66,6 +67,61 @@ def test_a_missing_drive(home: Path) -> None:
     drive.mkdir()  # an empty mount point
     with pytest.raises(DriveSwappedError):
         Store.open(home)
+
+
+@pytest.fixture
+def volumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose subfolders are what the system reports as mounted."""
+    folder = tmp_path / "Volumes"
+    folder.mkdir()
+    monkeypatch.setattr(drives_module, "_mount_points", lambda: sorted(folder.iterdir()))
+    return folder
+
+
+@pytest.mark.parametrize("below", ["", "models/k3"])
+@pytest.mark.parametrize("ghost", [False, True], ids=["the old place is gone", "an empty directory stayed"])
+def test_a_drive_under_another_volume_name_is_followed(
+    below: str, ghost: bool, volumes: Path, tiny_once: Path, tmp_path: Path
+) -> None:
+    places = [volumes / name / below for name in ("K3", "Other")]
+    for place in places:
+        place.mkdir(parents=True)
+    home = create_store(tiny_once, [DriveSpec(p, 1.0) for p in places], layout="striped", home=tmp_path / "home")
+    (volumes / "K3").rename(volumes / "K3 1")
+    if ghost:
+        (volumes / "K3").mkdir()
+    told: list[str] = []
+    before = (home / MANIFEST_NAME).read_bytes()
+    with Store.open(home, notify=told.append) as store:
+        assert store.drives[0].path == volumes / "K3 1" / below
+        assert store.drives[1].path == places[1]
+        assert all_bytes(store) == released_bytes(tiny_once)
+    assert (home / MANIFEST_NAME).read_bytes() == before
+    assert len(told) == 1
+    assert str(volumes / "K3 1" / below) in told[0]
+    (volumes / "K3 1").rename(tmp_path / "unplugged")
+    with pytest.raises((DriveMissingError, DriveSwappedError)) as caught:
+        Store.open(home)
+    assert "NEW_PATH" in caught.value.remedy
+
+
+def test_a_foreign_volume_is_never_followed(volumes: Path, home: Path, tiny_once: Path, tmp_path: Path) -> None:
+    other = make_drives(tmp_path / "second", (1.0, 2.0, 3.0))
+    create_store(tiny_once, other, layout="striped", home=tmp_path / "other-home")
+    for spec in other:
+        spec.path.rename(volumes / spec.path.name)  # the same names, of another install
+    (home.parent / "drive1").rename(tmp_path / "unplugged")
+    with pytest.raises(DriveMissingError):
+        Store.open(home)
+
+
+def test_other_commands_are_told_the_new_place(volumes: Path, home: Path) -> None:
+    (home.parent / "drive1").rename(volumes / "drive1")
+    m = Manifest.load(home)
+    with pytest.raises(DriveMissingError) as caught:
+        drives_module.check_drive(m, m.drives[1])
+    assert caught.value.remedy.endswith(f"deltafin store relocate {home} --drive '{volumes / 'drive1'}'")
+    assert relocate_store(home, [volumes / "drive1"])[1].path == volumes / "drive1"
 
 
 def test_swapped_drives(home: Path) -> None:

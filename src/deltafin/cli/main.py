@@ -14,6 +14,7 @@ from rich.console import Console
 import deltafin
 from deltafin import offline
 from deltafin.errors import DeltafinError, ExitCode
+from deltafin.macos.awake import awake
 
 # Typer carries its own copy of click or uses the installed one, depending on its version; both share this base class.
 _CommandLineError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -34,8 +35,12 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_LONG = {"run", "demo", "serve", "setup", "upgrade", "fetch", "warm", "verify", "repair", "store", "drives", "bench"}
+
+
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -43,6 +48,8 @@ def _root(
 ) -> None:
     if no_network:
         offline.forbid()
+    if context.invoked_subcommand in _LONG:
+        context.with_resource(awake())
 
 
 def _add_commands() -> None:

@@ -13,8 +13,9 @@ import numpy as np
 import psutil
 
 from deltafin.doctor.finding import Finding, Level, failed
+from deltafin.doctor.mac import examine_mac
 from deltafin.errors import DeltafinError, ExitCode
-from deltafin.store.drives import read_rate
+from deltafin.store.drives import elsewhere, read_rate
 from deltafin.store.manifest import Manifest
 from deltafin.store.store import check_metadata, find_home
 from deltafin.store.survey import DriveReport, inspect_store
@@ -62,6 +63,7 @@ def examine(
     if manifest is not None:
         yield from _install(manifest, deep=deep, progress=progress)
         yield from _drafts(manifest)
+    yield from examine_mac([] if manifest is None else _slice_folders(manifest))
     yield from _sessions(data)
 
 
@@ -159,6 +161,13 @@ def _install(m: Manifest, *, deep: bool, progress: Callable[[IngestProgress], No
         yield Finding("install", Level.OK, f"all {verified.slices:,} slices that are present were read and are right")
 
 
+def _slice_folders(m: Manifest) -> list[Path]:
+    """Folders that hold nothing but slices; released files used in place are the user's own."""
+    if m.layout == "in-place":
+        return []
+    return sorted({m.file_path(index).parent for index in range(len(m.files))})
+
+
 def _mend(m: Manifest) -> str:
     home = m.path.parent
     if (home / "released").is_dir() and m.layout == "striped":
@@ -209,6 +218,16 @@ def _drive(m: Manifest, drive: DriveReport) -> Iterator[Finding]:
     home = m.path.parent
     if drive.state != "ok":
         meaning = "its slices cannot be read" if drive.state == "missing" else "another drive is mounted there"
+        now = elsewhere(m, m.drives[drive.index])
+        if now is not None:
+            yield Finding(
+                "install",
+                Level.WARN,
+                f"{name}: it is at {now} now",
+                "it is found there at every start",
+                f"deltafin store relocate {home} --drive '{now}'",
+            )
+            return
         remedy = f"connect it, or if it is mounted elsewhere: deltafin store relocate {home} --drive NEW_PATH"
         yield Finding("install", Level.FAIL, f"{name}: {drive.state}", meaning, remedy, ExitCode.STORE)
         return

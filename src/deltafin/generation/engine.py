@@ -24,7 +24,7 @@ from deltafin.kernels import selftest
 from deltafin.model.target import Target
 from deltafin.model.weights import head_weights
 from deltafin.residency.budget import MemoryPlan, plan_memory
-from deltafin.residency.machine import MemoryWatch, available_memory
+from deltafin.residency.machine import MemoryWatch, available_memory, free_memory
 from deltafin.residency.usage import UseModel
 from deltafin.store.manifest import Manifest
 from deltafin.store.recovery import Supplier
@@ -81,7 +81,7 @@ class EngineOptions:
     prefetch: bool = True
     heat: Path | None = None
     trace: Path | None = None
-    available: Callable[[], int] = available_memory
+    available: Callable[[], int] = free_memory
     supplier: Callable[[Manifest], Supplier | None] | None = None
 
 

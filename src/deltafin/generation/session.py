@@ -26,6 +26,7 @@ from deltafin.generation.events import (
     PrefillProgress,
     TokenDecided,
 )
+from deltafin.macos.priority import raise_thread
 from deltafin.model.state import SequenceState
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Session:
         engine = self._engine
         # A stop that came too late for the previous generation must not end this one.
         engine.stop.clear()
+        raise_thread()
         meter = _Meter(engine)
         chooser = Chooser(constraint, logprobs)
         self._adopt(prompt)

@@ -1,4 +1,4 @@
-"""How much memory this process may use: the machine's free memory, capped by control groups."""
+"""How much memory this process may use: what the machine has free, capped by control groups and a Mac's GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from deltafin.macos.memory import Pressure, gpu_room, pressure
 from deltafin.residency.pressure import reserve_bytes, tier_under_pressure
 
 WATCH_SECONDS = 1.0
@@ -15,10 +16,15 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes that can be used without paging, the tighter of the machine's and the control group's figure."""
-    free = int(psutil.virtual_memory().available)
-    room = _cgroup_room()
-    return free if room is None else min(free, room)
+    """Bytes that can be used without paging: the tightest of machine's, control group's and GPU's figure."""
+    rooms = [_cgroup_room(), gpu_room(lambda: int(psutil.Process().memory_info().rss))]
+    return min([int(psutil.virtual_memory().available), *(room for room in rooms if room is not None)])
+
+
+def free_memory() -> int:
+    """``available_memory``, or nothing while macOS says that memory is short: its free figure alone hides that others'
+    pages are being compressed to keep it up."""
+    return available_memory() if pressure() is Pressure.NORMAL else 0
 
 
 class MemoryWatch:

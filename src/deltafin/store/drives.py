@@ -3,14 +3,19 @@ their speed."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from deltafin.errors import DriveError, DriveMissingError, DriveSwappedError, ReadError
+from deltafin.macos import spotlight
 from deltafin.store.buffers import AlignedBuffer
 from deltafin.store.direct import DirectFile
 from deltafin.store.files import write_atomic
@@ -25,6 +30,7 @@ _RELOCATE = "connect the drive, or if it is mounted elsewhere: deltafin store re
 _TEST_BYTES = 192 << 20
 _TEST_PIECE = 4 << 20
 _TEST_SECONDS = 1.0
+_MOST_MOUNTS = 256
 
 
 def slice_folder(short_id: str) -> str:
@@ -40,6 +46,7 @@ def write_marker(folder: Path, store_uuid: str, drive: DriveInfo) -> None:
     """
     marker = {"format": MARKER_FORMAT, "store": store_uuid, "drive": drive.uuid, "index": drive.index}
     write_atomic(folder / MARKER_NAME, json.dumps(marker, indent=1).encode())
+    spotlight.keep_out(folder)
 
 
 def read_marker(folder: Path) -> tuple[str, str] | None:
@@ -63,11 +70,51 @@ def check_drive(manifest: Manifest, drive: DriveInfo) -> None:
         DriveMissingError: the directory is missing.
         DriveSwappedError: it belongs to another drive or install, or to none.
     """
+    if is_drive(manifest, drive, drive.path):
+        return
+    now = elsewhere(manifest, drive)
+    remedy = f"record where it is now: deltafin store relocate {manifest.path.parent} --drive '{now}'"
     if not drive.path.is_dir():
-        raise DriveMissingError(f"drive {drive.index} is missing: no directory {drive.path}", remedy=_RELOCATE)
-    if not is_drive(manifest, drive, drive.path):
-        what = "the released shards" if manifest.layout == "in-place" else "the marker of this drive"
-        raise DriveSwappedError(f"{drive.path} does not hold {what} (drive {drive.index})", remedy=_RELOCATE)
+        message = f"drive {drive.index} is missing: no directory {drive.path}"
+        raise DriveMissingError(message, remedy=remedy if now else _RELOCATE)
+    what = "the released shards" if manifest.layout == "in-place" else "the marker of this drive"
+    message = f"{drive.path} does not hold {what} (drive {drive.index})"
+    raise DriveSwappedError(message, remedy=remedy if now else _RELOCATE)
+
+
+def elsewhere(manifest: Manifest, drive: DriveInfo) -> Path | None:
+    """Where a drive that is not in its place is mounted now, recognised by its marker; None when it is nowhere.
+
+    A volume that was not ejected comes back as ``/Volumes/NAME 1`` while ``/Volumes/NAME`` stays as an empty directory;
+    desktops on Linux number their mount points too.
+    """
+    if manifest.layout == "in-place":
+        return None  # names and sizes of shards are no proof of identity
+    parts = drive.path.parts[1:]
+    for mount in itertools.islice(_mount_points(), _MOST_MOUNTS):
+        for first in range(len(parts) + 1):
+            place = mount.joinpath(*parts[first:])
+            if place != drive.path and is_drive(manifest, drive, place):
+                return place
+    return None
+
+
+def follow(manifest: Manifest) -> tuple[Manifest, list[str]]:
+    """The manifest with the drives where they are mounted now, and a sentence about each that has moved. Nothing is
+    written: if the old place comes back, it holds again."""
+    drives, told = list(manifest.drives), []
+    for drive in manifest.drives:
+        if not is_drive(manifest, drive, drive.path) and (now := elsewhere(manifest, drive)):
+            drives[drive.index] = replace(drive, path=now)
+            told.append(f"drive {drive.index} is at {now} now, not at {drive.path}: used there")
+    return (replace(manifest, drives=tuple(drives)), told) if told else (manifest, told)
+
+
+def _mount_points() -> Iterator[Path]:
+    try:
+        yield from (Path(partition.mountpoint) for partition in psutil.disk_partitions())
+    except (OSError, RuntimeError):
+        return  # a system that does not tell
 
 
 def is_drive(manifest: Manifest, drive: DriveInfo, path: Path) -> bool:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from deltafin.errors import ReadError, SliceCorruptError, SliceError
+from deltafin.macos.priority import raise_thread
 from deltafin.store.direct import DirectFile
 from deltafin.store.types import PAGE, DriveInfo, DriveStats, Extent, ReadCancelled, ReadPlan
 
@@ -401,6 +402,7 @@ class Reader:
                     self._files[index] = None
 
     def _work(self, queue: _Queue) -> None:
+        raise_thread()
         while queue.tokens.get():
             taken = queue.take()
             if taken is None:

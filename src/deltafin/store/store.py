@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,13 +13,14 @@ import xxhash
 
 from deltafin.checkpoint.inventory import spine_inventory
 from deltafin.errors import ManifestError, SliceMissingError
-from deltafin.store.drives import check_drive, check_files
+from deltafin.store.drives import check_drive, check_files, follow
 from deltafin.store.files import hold
 from deltafin.store.manifest import MANIFEST_NAME, Manifest
 from deltafin.store.reader import Reader, raise_file_limit
 from deltafin.store.recovery import Recovery, Supplier
 from deltafin.store.types import PAGE, Extent, ReadPlan, SpineTensor, SpineUnit
 
+_log = logging.getLogger("deltafin")
 _MAX_CACHED_PLANS = 16384
 _MAX_CHECKED_METADATA = 64 << 20  # the tensor index is larger and is not used by an opened install
 
@@ -110,7 +112,9 @@ class Store:
         supplier: Callable[[Manifest], Supplier | None] | None,
         notify: Callable[[str], None] | None,
     ) -> Store:
-        manifest = Manifest.load(home)
+        manifest, moved = follow(Manifest.load(home))
+        for sentence in moved:
+            (notify or _log.warning)(sentence)
         check_metadata(home, manifest)
         for drive in manifest.drives:
             check_drive(manifest, drive)
