@@ -183,9 +183,14 @@ def test_a_mac_stays_awake_as_long_as_the_work(mac: FakeMac, monkeypatch: pytest
         return started[-1]
 
     monkeypatch.setattr(system, "start", start)
-    with pytest.raises(KeyError), awake.awake():
-        assert started[0].ended == ""
-        raise KeyError
+
+    def work() -> None:
+        with awake.awake():
+            assert started[0].ended == ""
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        work()
     (process,) = started
     assert process.command[:4] == ("/usr/bin/caffeinate", "-i", "-m", "-w")
     assert process.command[4].isdigit()
