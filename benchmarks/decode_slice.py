@@ -46,9 +46,10 @@ def main() -> None:
     parser.add_argument("--rate", nargs="*", default=["none"], help="none, equal, or GB/s of each drive")
     parser.add_argument("--prefill", type=int, nargs="*", default=[])
     parser.add_argument("--depth", type=int)
+    parser.add_argument("--threads", type=int, help="compute threads; fewer leave processor time to the reads")
     a = parser.parse_args()
     with slice_install(a.dir, layers=a.layers, experts=a.experts) as home:
-        with open_slice(home, context=16384, depth=a.depth) as engine:
+        with open_slice(home, context=16384, depth=a.depth, threads=a.threads) as engine:
             base = medians(measure_decode(engine, max(4, a.tokens // 3)))
         arms = []
         for rate in a.rate:
@@ -60,17 +61,25 @@ def main() -> None:
             arms += [(rate, rates, ahead) for ahead in (False, True)]
         random.shuffle(arms)
         for rate, rates, ahead in arms:
-            with open_slice(home, rates=rates, prefetch=ahead, context=16384, depth=a.depth) as engine:
+            with open_slice(
+                home, rates=rates, prefetch=ahead, context=16384, depth=a.depth, threads=a.threads
+            ) as engine:
                 name = f"{len(a.dir)} drive(s), rate {rate}, read ahead {'on' if ahead else 'off'}"
                 show(name, medians(measure_decode(engine, a.tokens, rates=rates)))
                 if ahead:
                     recalls = [
-                        f"{s.recall:.2f}" for layer in engine.experts.prefetch_policy.report() for s in layer.values()
+                        f"{name} {s.recall:.2f}"
+                        for layer in engine.experts.prefetch_policy.report()
+                        for name, s in layer.items()
                     ]
-                    print(f"{'':34} recall by layer and predictor: {' '.join(recalls)}")
+                    stats = engine.experts.stats
+                    print(
+                        f"{'':34} read ahead {stats.ahead_used} of {stats.reads} experts; "
+                        f"recall by layer and predictor: {' '.join(recalls)}"
+                    )
                 for rows in a.prefill if ahead else []:
                     show(f"  prefill of {rows}", measure_prefill(engine, rows, rates=rates))
-        with open_slice(home, depth=a.depth, **streaming_options(home)) as engine:
+        with open_slice(home, depth=a.depth, threads=a.threads, **streaming_options(home)) as engine:
             steps = measure_streamed(engine, max(4, a.tokens // 3), base.compute)
             show(f"{len(a.dir)} drive(s), spine streamed too", medians(steps))
 

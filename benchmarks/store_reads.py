@@ -28,6 +28,8 @@ from queue import SimpleQueue
 from deltafin.bench.synthetic import SMALL_SPINE, write_synthetic_checkpoint
 from deltafin.store import DriveSpec, ReadPlan, Store, aligned_memory, create_store
 from deltafin.store.direct import DirectFile
+from deltafin.store.manifest import Manifest
+from deltafin.store.replicas import replicate
 
 RAW_REQUESTS = (1 << 20, 4 << 20, 16 << 20)
 PAGE = 4096
@@ -201,6 +203,14 @@ def main() -> None:
         for window in (1, 4, 16):
             print(f"  {window} experts in flight:", end="")
             throttled(striped, options.rates, window, options.depth, options.per_round // 2)
+        print("  the last drive at a third of its speed:")
+        today = [*options.rates[:-1], options.rates[-1] / 3]
+        throttled(striped, today, 16, options.depth, options.per_round // 2)
+        replicate(striped, range(Manifest.load(striped).expert_blobs), progress=None)
+        print("  the same, every expert on two drives:")
+        for window in (4, 16):
+            print(f"  {window} experts in flight:", end="")
+            throttled(striped, today, window, options.depth, options.per_round // 2)
 
 
 if __name__ == "__main__":

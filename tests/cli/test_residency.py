@@ -10,6 +10,8 @@ import pytest
 
 from cli.command import deltafin
 from deltafin.history.trace import read_trace
+from deltafin.installs import embedded_checkpoint
+from deltafin.store import DriveSpec, create_store
 
 TRACE = Path(__file__).parents[1] / "data/traces/olmoe.trace"
 
@@ -104,6 +106,28 @@ def test_warm_has_nothing_to_do_on_a_complete_install(used: Path) -> None:
         assert "nothing to fetch" in out
     assert deltafin(used, "warm")[0] == 2
     assert deltafin(used, "warm", "--trace", str(TRACE))[0] == 2
+
+
+def test_hot_experts_are_held_twice(used: Path, tmp_path: Path) -> None:
+    drives = [DriveSpec(tmp_path / name, 1.0) for name in ("a", "b")]
+    for drive in drives:
+        drive.path.mkdir()
+    create_store(embedded_checkpoint(), drives, layout="striped", home=tmp_path / "home")
+    store = ("--store", str(tmp_path / "home"))
+    ask = ("run", *store, "--prompt", "The capital of France is", "--max-new", "8", "--draft", "off")
+    code, plain, err = deltafin(used, *ask)
+    assert code == 0, err
+    code, out, err = deltafin(used, "drives", "replicate", *store, "--hot", "200")
+    assert code == 0, err
+    assert "200 experts lie on a second drive" in out
+    code, again, err = deltafin(used, *ask, "--stats")
+    assert (code, again) == (0, plain), err
+    code, out, err = deltafin(used, "doctor", *store, "--json")
+    assert code == 0, err
+    assert any("200 experts" in finding["what"] for finding in json.loads(out))
+    assert deltafin(used, "drives", "replicate", *store)[0] == 2
+    assert deltafin(used, "drives", "replicate", *store, "--remove", "--hot", "3")[0] == 2
+    assert deltafin(used, "drives", "replicate", *store, "--remove")[:2] == (0, "no replicas are left\n")
 
 
 def test_bench_slice_refuses_politely_when_space_is_short(tmp_path: Path) -> None:

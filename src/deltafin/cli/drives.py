@@ -1,17 +1,21 @@
-"""``deltafin drives``: take a drive in, take one out, follow changed speeds."""
+"""``deltafin drives``: take a drive in, take one out, follow changed speeds, hold hot experts twice."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from deltafin.cli import options
+from deltafin.cli.fetch import hottest
 from deltafin.cli.store import drive_spec, shown_progress
 from deltafin.errors import UsageError
 from deltafin.store.manifest import Manifest
 from deltafin.store.rebalance import add_drive, rebalance, remove_drive
+from deltafin.store.replicas import remove_replicas
+from deltafin.store.replicas import replicate as replicate_experts
 from deltafin.store.store import find_home
 
 app = typer.Typer(
@@ -43,6 +47,33 @@ def remove(
     with shown_progress(_KEPT) as show:
         remove_drive(home, drive, show)
     _report(home)
+
+
+@app.command()
+def replicate(
+    hot: Annotated[int | None, typer.Option(help="Only the N experts used most in earlier runs.", min=1)] = None,
+    gb: Annotated[float | None, typer.Option(help="At most this many GB of replicas in all.", min=0.001)] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Delete all replicas.")] = False,
+    store: options.Store = None,
+) -> None:
+    """Copy the experts used most to a second drive each, so that a slow or busy drive is helped by the others."""
+    settings, _ = options.settings_from(store=store)
+    home = find_home(settings.store or settings.home / "store")
+    if remove:
+        if hot is not None or gb is not None:
+            raise UsageError("--remove deletes all replicas", remedy="drop --hot and --gb")
+        remove_replicas(home)
+        typer.echo("no replicas are left")
+        return
+    if hot is None and gb is None:
+        raise UsageError("how many experts are to be replicated?", remedy="give --hot N, --gb N, or both")
+    manifest = Manifest.load(home)
+    with shown_progress("replicas made so far are kept: the same command continues") as show:
+        limit = None if gb is None else int(gb * 1e9)
+        made = replicate_experts(home, hottest(settings, home, manifest, hot), limit=limit, progress=show)
+    whole = np.logical_and.reduceat(made.drive >= 0, manifest.first[:-1])
+    nbytes = int(manifest.length[made.drive >= 0].sum())
+    typer.echo(f"{int(whole.sum()):,} experts lie on a second drive, {nbytes / 1e9:,.2f} GB")
 
 
 @app.command("rebalance")

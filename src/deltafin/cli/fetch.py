@@ -41,7 +41,7 @@ def fetch(
     with closing(options.hub(settings)) as hub, install.opened(home, hub) as (manifest, checkpoint, released):
         spine = range(manifest.expert_blobs, len(manifest.first) - 1)
         chosen = install.select(manifest, wanted_layers, wanted_experts)
-        blobs = [*spine, *(chosen if hot is None else _hottest(settings, home, manifest, hot))]
+        blobs = [*spine, *(chosen if hot is None else hottest(settings, home, manifest, hot))]
         nbytes = install.missing_bytes(manifest, blobs)
         with shown_progress(_KEPT) as show:
             install.bring(manifest, checkpoint, released, hub, blobs, show)
@@ -83,7 +83,12 @@ def _mend(settings: Settings, home: Path, rate: float | None) -> None:
     typer.echo(f"{report.slices:,} slices read, {len(report.bad)} damaged, {len(report.bad)} fetched again")
 
 
-def _hottest(settings: Settings, home: Path, manifest: Manifest, count: int) -> list[int]:
+def hottest(settings: Settings, home: Path, manifest: Manifest, count: int | None = None) -> list[int]:
+    """Blob numbers of the ``count`` experts used most in earlier runs (None: all that were used), most used first.
+
+    Raises:
+        UsageError: no use has been recorded.
+    """
     with Store.open(home) as store:
         path = heat_file(options.heat_folder(settings), store)
     heat = load(path, manifest.identity, len(manifest.config.moe_layers), manifest.config.experts)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
@@ -31,9 +32,13 @@ from deltafin.generation.events import (
 )
 from deltafin.residency.budget import MemoryPlan
 from deltafin.residency.value import predicted_hit_rate, seconds_saved_per_gib
+from deltafin.store.types import DriveInfo, DriveStats
 from deltafin.text.reply import Content, Reasoning, ReplyParser, ToolCall
 from deltafin.text.stream import StreamingDetokenizer
 from deltafin.text.tokenizer import K3Tokenizer
+
+_SLOW = 0.7
+"""Share of the other drives' pace below which a drive is named."""
 
 
 @contextmanager
@@ -308,8 +313,30 @@ def residency_lines(engine: Engine) -> list[str]:
             f"  next layer's experts guessed by {name}: {sum(recalls) / len(recalls):.0%} right on average, "
             f"{min(recalls):.0%} to {max(recalls):.0%} by layer"
         )
+    lines += drive_lines(engine.store.drives, engine.store.reader.stats())
     if engine.recorder.problem:
         lines.append(f"  the heat of earlier runs is not used: {engine.recorder.problem}")
+    return lines
+
+
+def drive_lines(drives: Sequence[DriveInfo], stats: Sequence[DriveStats]) -> list[str]:
+    """What drives did for one another, and which of them hold the others up.
+
+    Every blob is cut by the drives' weights, so that drives of the speeds these were taken from end together.
+    """
+    lines = []
+    helped = sum(s.helped_bytes for s in stats)
+    if helped:
+        lines.append(f"replicas: {gigabytes(helped)} were read from a drive that was free earlier")
+    both = list(zip(drives, stats, strict=True))
+    paces = [s.bytes / s.busy_seconds / d.weight if s.busy_seconds > 1 else 0.0 for d, s in both]
+    usual = statistics.median_high(paces)
+    for drive, pace in zip(drives, paces, strict=True):
+        if 0 < pace < _SLOW * usual:
+            lines.append(
+                f"drive {drive.index}, {drive.path}, was slower than its share ({pace / usual:.0%} of the usual pace): "
+                "deltafin drives rebalance gives it less, deltafin drives replicate lets the others help"
+            )
     return lines
 
 

@@ -15,6 +15,7 @@ import psutil
 from deltafin.doctor.finding import Finding, Level, failed
 from deltafin.doctor.mac import examine_mac
 from deltafin.errors import DeltafinError, ExitCode
+from deltafin.store import replicas
 from deltafin.store.drives import elsewhere, read_rate
 from deltafin.store.manifest import Manifest
 from deltafin.store.store import check_metadata, find_home
@@ -139,6 +140,7 @@ def _install(m: Manifest, *, deep: bool, progress: Callable[[IngestProgress], No
     except DeltafinError as e:
         yield failed("install", e, "the small released files must be the ones the install was made with")
     yield from _presence(m)
+    yield from _replicas(m)
     for drive in report.drives:
         yield from _drive(m, drive)
     if not deep:
@@ -211,6 +213,17 @@ def _presence(m: Manifest) -> Iterator[Finding]:
             "an interrupted setup goes on from there",
             "run the same deltafin setup again",
         )
+
+
+def _replicas(m: Manifest) -> Iterator[Finding]:
+    found = replicas.load(m)
+    if found.problem:
+        again = "deltafin drives replicate again, or with --remove"
+        yield Finding("install", Level.WARN, found.problem, "slow drives are not helped by the others", again)
+    elif found.count:
+        whole = int(np.logical_and.reduceat(found.drive >= 0, m.first[:-1]).sum())
+        nbytes = int(m.length[found.drive >= 0].sum())
+        yield Finding("install", Level.OK, f"{whole:,} experts lie on a second drive too, {nbytes / 1e9:,.2f} GB")
 
 
 def _drive(m: Manifest, drive: DriveReport) -> Iterator[Finding]:

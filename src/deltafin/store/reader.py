@@ -2,7 +2,9 @@
 
 A plan's extents become requests on their drives' queues. Workers take demand before prefetch, read straight
 into the caller's buffer, and check each extent's xxh3_64 before the plan counts as done. Both the read and
-the checksum run without the interpreter lock.
+the checksum run without the interpreter lock. A request whose bytes also lie on another drive stands in that drive's
+queue too, behind everything the drive must read itself: whoever is free first reads it, so a drive that is slow or busy
+is helped for as long as it is, and no speed has to be guessed.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ class Ticket:
             waiting = [piece for piece in self._pieces if not piece.claimed] if self._remaining else []
         # A piece may now stand in both queues; whoever takes it second finds it claimed.
         for piece in waiting:
-            self._reader._queues[piece.extent.drive].put(piece, prefetch=False)
+            self._reader._put(piece, prefetch=False)
 
     def _claim(self, piece: _Piece) -> memoryview | None:
         """The buffer to read into; None when the piece is taken, or nothing is left to do for it."""
@@ -194,10 +196,11 @@ class _Queue:
         self.drive = drive
         self.demand: deque[_Piece] = deque()
         self.prefetch: deque[_Piece] = deque()
+        self.helping: deque[_Piece] = deque()  # demand of other drives, of which this one holds a replica
         self.tokens: SimpleQueue[bool] = SimpleQueue()  # one True per queued piece; False stops a worker
         self.limit = RateLimit(max_bytes_per_s) if max_bytes_per_s else None
         self.lock = threading.Lock()
-        self.bytes = self.reads = self.retries = self.active = self.prefetching = 0
+        self.bytes = self.reads = self.retries = self.active = self.prefetching = self.helped = 0
         self.busy = self.waited = self.busy_since = 0.0
 
     def put(self, piece: _Piece, *, prefetch: bool) -> None:
@@ -205,13 +208,19 @@ class _Queue:
         (self.prefetch if prefetch else self.demand).append(piece)
         self.tokens.put(True)
 
+    def help(self, piece: _Piece) -> None:
+        """Offers a piece of another drive."""
+        self.helping.append(piece)
+        self.tokens.put(True)
+
     def take(self) -> tuple[_Piece, bool] | None:
         """The next piece and whether it is a prefetch (then ``prefetch_over`` must follow)."""
         # A token stands for every piece, and deques pop atomically: no lock is needed here.
-        try:
-            return self.demand.popleft(), False
-        except IndexError:
-            pass
+        for pieces in (self.demand, self.helping):
+            try:
+                return pieces.popleft(), False
+            except IndexError:
+                pass
         with self.lock:
             if self.prefetching >= PREFETCH_DEPTH or not self.prefetch:
                 return None
@@ -232,9 +241,10 @@ class _Queue:
                 self.busy_since = now
             self.active += 1
 
-    def end(self, nbytes: int, retries: int) -> None:
+    def end(self, nbytes: int, retries: int, *, helped: bool) -> None:
         with self.lock:
             self.bytes += nbytes
+            self.helped += nbytes * helped
             self.reads += 1 + retries
             self.retries += retries
             self.active -= 1
@@ -340,8 +350,14 @@ class Reader:
         if plan.absent and (prefetch or self.recovery is None or not self.recovery.take(ticket, buffer, None)):
             ticket.finish(ReadCancelled(plan.name))  # guesses are not worth a fetch
         for piece in ticket._pieces:
-            self._queues[piece.extent.drive].put(piece, prefetch=prefetch)
+            self._put(piece, prefetch=prefetch)
         return ticket
+
+    def _put(self, piece: _Piece, *, prefetch: bool) -> None:
+        self._queues[piece.extent.drive].put(piece, prefetch=prefetch)
+        # Guesses fill idle time only, of which a drive that helps has none to spare.
+        if piece.extent.replica is not None and not prefetch:
+            self._queues[piece.extent.replica.drive].help(piece)
 
     def path(self, file: int) -> Path:
         """The file with this index."""
@@ -364,6 +380,7 @@ class Reader:
                     retries=queue.retries,
                     direct=all(f.direct for f in opened),
                     fallback=next((f.fallback for f in opened if f.fallback), ""),
+                    helped_bytes=queue.helped,
                 )
             )
         return stats
@@ -375,7 +392,7 @@ class Reader:
             return
         self._closed = True
         for queue in self._queues:
-            for pieces in (queue.demand, queue.prefetch):
+            for pieces in (queue.demand, queue.helping, queue.prefetch):
                 while pieces:
                     try:
                         piece = pieces.popleft()
@@ -420,23 +437,24 @@ class Reader:
         queue.begin(piece.queued)
         error: BaseException | None = None
         retries = 0
+        helping = queue.drive.index != piece.extent.drive
         try:
-            retries = self._perform(piece, buffer, queue.limit)
+            retries = self._perform(piece, buffer, queue.limit, helping=helping)
         except SliceError as e:
             error = e.with_traceback(None)  # the frames in it would pin the buffer
             error.__context__ = None
         except BaseException as e:
             error = e
-        queue.end(0 if error else piece.length, retries)
+        queue.end(0 if error else piece.length, retries, helped=helping)
         del buffer  # nothing of ours may pin the memory once the owner is told
         ticket._settle(error)
 
-    def _perform(self, piece: _Piece, buffer: memoryview, limit: RateLimit | None) -> int:
-        """Reads one piece and, when it is the last of its extent, verifies the extent. Returns the retries
-        it took."""
-        extent, retries = piece.extent, 0
+    def _perform(self, piece: _Piece, buffer: memoryview, limit: RateLimit | None, *, helping: bool) -> int:
+        """Reads one piece and, when it is the last of its extent, verifies the extent. Returns the retries it took."""
+        extent = piece.extent
+        both = [extent] if extent.replica is None else [extent, extent.replica]
         turn = limit.book(piece.length) if limit else 0.0
-        retries += self._read(extent, piece.begin, piece.length, buffer)
+        retries = self._read_any(both[::-1] if helping else both, piece.begin, piece.length, buffer)
         if limit:
             limit.wait(turn)
         if not piece.ticket._last_of(piece.group):
@@ -448,8 +466,18 @@ class Reader:
                     remedy=REPAIR,
                 )
             retries += 1
-            self._read(extent, 0, extent.length, buffer)
+            # Pieces may have come from both copies: from here on all bytes come from one, the first copy first.
+            self._read_any(both if retries % 2 else both[::-1], 0, extent.length, buffer)
         return retries
+
+    def _read_any(self, copies: Sequence[Extent], begin: int, length: int, buffer: memoryview) -> int:
+        """Reads a range of an extent from the first of its copies that can be read. Returns the retries it took."""
+        for copy in copies[:-1]:
+            try:
+                return self._read(copy, begin, length, buffer)
+            except ReadError as e:
+                _log.warning("%s; reading its replica", e.message)
+        return self._read(copies[-1], begin, length, buffer)
 
     def _read(self, extent: Extent, begin: int, length: int, buffer: memoryview) -> int:
         """Reads a range of an extent into its place. Returns the retries it took."""

@@ -18,8 +18,10 @@ from deltafin.store.files import hold
 from deltafin.store.manifest import MANIFEST_NAME, Manifest
 from deltafin.store.reader import Reader, raise_file_limit
 from deltafin.store.recovery import Recovery, Supplier
+from deltafin.store.replicas import Replicas, load, replica_path
 from deltafin.store.types import PAGE, Extent, ReadPlan, SpineTensor, SpineUnit
 
+_log = logging.getLogger("deltafin")
 _log = logging.getLogger("deltafin")
 _MAX_CACHED_PLANS = 16384
 _MAX_CHECKED_METADATA = 64 << 20  # the tensor index is larger and is not used by an opened install
@@ -40,7 +42,7 @@ class Store:
         reader: carries out plans.
     """
 
-    def __init__(self, home: Path, manifest: Manifest, reader: Reader) -> None:
+    def __init__(self, home: Path, manifest: Manifest, reader: Reader, replicas: Replicas) -> None:
         # The kernels' package brings PyTorch along, which the store's own commands need not wait for.
         from deltafin.kernels.layout import ExpertLayout
 
@@ -56,6 +58,7 @@ class Store:
         self._manifest = m
         drive_of_file = np.array([f.drive for f in m.files], dtype=np.int64)
         self._rows = np.stack([drive_of_file[m.file], m.file, m.offset, m.length, m.at], axis=1)
+        self._replicas = replicas
         self._first: list[int] = m.first.tolist()
         experts = m.expert_blobs
         starts, ends = m.first[:experts], m.first[1 : experts + 1] - 1
@@ -121,10 +124,15 @@ class Store:
         check_files(manifest)
         raise_file_limit(len(manifest.files))
         paths = [(entry.drive, manifest.file_path(index)) for index, entry in enumerate(manifest.files)]
+        replicas = load(manifest)
+        if replicas.problem:
+            _log.warning("%s", replicas.problem)
+        if replicas.count:  # one more file on each drive, behind those of the manifest
+            paths += [(drive.index, replica_path(manifest, drive.index)) for drive in manifest.drives]
         reader = Reader(manifest.drives, paths, depth=depth, max_bytes_per_s=max_bytes_per_s)
         brings = None if supplier is None else supplier(manifest)
         reader.recovery = Recovery(manifest, brings, reopen=reader.reopen, notify=notify)
-        return cls(home, manifest, reader)
+        return cls(home, manifest, reader, replicas)
 
     def expert_plan(self, layer: int, expert: int) -> ReadPlan:
         """How to read one routed expert.
@@ -211,13 +219,19 @@ class Store:
                 remedy=self._how_to_complete(missing),
             )
         checksums = m.checksum[first:last].tolist()
+        others = zip(self._replicas.drive[first:last].tolist(), self._replicas.offset[first:last].tolist(), strict=True)
         extents = (
-            Extent(drive, file, offset, length, at, checksum)
-            for (drive, file, offset, length, at), checksum in zip(
-                self._rows[first:last].tolist(), checksums, strict=True
+            Extent(drive, file, offset, length, at, checksum, self._replica(*other, length, at, checksum))
+            for (drive, file, offset, length, at), checksum, other in zip(
+                self._rows[first:last].tolist(), checksums, others, strict=True
             )
         )
         return tuple(extents), absent
+
+    def _replica(self, drive: int, offset: int, length: int, at: int, checksum: int) -> Extent | None:
+        if drive < 0:
+            return None
+        return Extent(drive, len(self._manifest.files) + drive, offset, length, at, checksum)
 
     def _how_to_complete(self, blob: int) -> str:
         if not (self.metadata_dir / "released").is_dir():

@@ -27,6 +27,7 @@ class Extent:
         at: position of the first wanted byte in the buffer; ``(at - offset) % PAGE == 0``, so that a direct
             read may round the range out to whole pages on both sides.
         checksum: xxh3_64 of the wanted bytes.
+        replica: the same bytes on another drive, which reads them when it is free first.
     """
 
     drive: int
@@ -35,6 +36,7 @@ class Extent:
     length: int
     at: int
     checksum: int
+    replica: Extent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ class DriveStats:
         retries: requests repeated after an error or a checksum mismatch.
         direct: whether every read bypassed the page cache.
         fallback: why not, empty when ``direct``.
+        helped_bytes: part of ``bytes`` that were read from replicas for a drive that was slower.
     """
 
     drive: int
@@ -152,6 +155,7 @@ class DriveStats:
     retries: int
     direct: bool
     fallback: str
+    helped_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

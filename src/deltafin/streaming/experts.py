@@ -187,6 +187,7 @@ class ExpertStream:
             self._policy.drop(key)
             self._arena.free.append(lease.frame)
         self._kept.clear()
+        self._missed = [True] * self._layers
 
     def fetch(self, layer: int, experts: Sequence[int]) -> Fetch:
         """Leases ``experts`` of ``layer``; use as a context and iterate over batches of leases.
