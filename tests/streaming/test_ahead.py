@@ -15,6 +15,7 @@ from deltafin.generation.engine import Engine, EngineOptions, heat_file
 from deltafin.history import heat
 from deltafin.history.trace import read_trace
 from deltafin.model.state import SequenceState
+from deltafin.residency.prefetch import PrefetchPolicy
 from deltafin.store.types import ReadCancelled
 from deltafin.streaming.experts import ExpertStream
 
@@ -51,8 +52,6 @@ def plain(mini_store: Path, prompt: list[int]) -> tuple[list[int], bytes]:
 
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every guess is thought worth reading, whatever it costs."""
-    from deltafin.residency.prefetch import PrefetchPolicy
-
     monkeypatch.setattr(PrefetchPolicy, "worth_predicting", lambda *_, **__: True)
     monkeypatch.setattr(
         PrefetchPolicy,
@@ -142,6 +141,30 @@ def test_better_knowledge_takes_back_guesses_that_have_not_begun(
         for flight in stream._flights.values():
             flight.ticket.done(None)  # type: ignore[union-attr]
         _nothing_is_lost(stream)
+
+
+def test_the_routes_of_a_rejected_draft_are_a_guess(
+    mini_store: Path, prompt: list[int], plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass of three rows of which one is kept, again and again: the second row's routes are looked at."""
+    monkeypatch.setattr(PrefetchPolicy, "worth_predicting", lambda *_, **__: True)
+    with Engine.open(mini_store, EngineOptions(context=256, tier=0)) as engine:
+        state = SequenceState.empty(engine.config, engine.plan.context)
+        tokens, bits = list(prompt), b""
+        pending = list(prompt)
+        for _ in range(NEW):
+            drafted = [] if pending is prompt or len(pending) > 1 else [7, 8]
+            logits = engine.target.forward(pending + drafted, state, partial=bool(drafted))
+            state.commit(len(pending))
+            engine.observe(len(pending))
+            bits += logits[: len(pending)].numpy().tobytes()
+            pending = [int(torch.argmax(logits[len(pending) - 1]))]
+            tokens += pending
+        assert (tokens, bits) == plain
+        seen = {name for layer in engine.experts.prefetch_policy.report() for name in layer}
+        assert "rejected draft" in seen
+        assert engine.experts._rejected is not None
+        assert engine.experts._rejected.shape == (8, 16)
 
 
 def test_memory_that_comes_and_goes(mini_store: Path, prompt: list[int], plain: Any) -> None:

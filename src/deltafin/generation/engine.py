@@ -205,8 +205,9 @@ class Engine:
 
         Also the moment between two passes at which the tier follows the machine's free memory.
         """
-        routes = np.stack([ids[:count].numpy() for ids in self.target.routes], axis=1)
-        self.experts.observe(routes)
+        rows = np.stack([ids.numpy() for ids in self.target.routes], axis=1)
+        routes = rows[:count]
+        self.experts.observe(routes, rows[count] if len(rows) > count else None)
         self.recorder.observe(routes)
         now = self.experts.tier_capacity
         frames = self._memory.tier_frames(now, self._planned_tier, self.store.expert_buffer_bytes)

@@ -57,21 +57,33 @@ class PrefetchPolicy:
         # Until measured: the first guesses of a neighbouring router are usually right, those past k rarely.
         router = [max(0.05, 0.8 - 0.6 * rank / k) for rank in range(ranks)]
         late = [max(0.05, 0.9 - 0.5 * rank / k) for rank in range(ranks)]
+        # A rejected draft's position was computed with another token; its routes are in router order.
+        rejected = [max(0.05, 0.5 - 0.3 * rank / k) for rank in range(ranks)]
         self._layers = [
-            _Layer({"router": list(router), "late router": list(late), "history": [0.1] * ranks}) for _ in range(layers)
+            _Layer(
+                {
+                    "router": list(router),
+                    "late router": list(late),
+                    "rejected draft": list(rejected),
+                    "history": [0.1] * ranks,
+                }
+            )
+            for _ in range(layers)
         ]
 
-    def worth_predicting(self, layer: int, *, window: float, read: float, cost: float) -> bool:
+    def worth_predicting(self, layer: int, *, window: float, read: float, cost: float, rejected: bool = False) -> bool:
         """Whether asking the predictors can pay for itself.
 
         Args:
+            rejected: whether the routes of a rejected draft are at hand.
             window: seconds the drives are expected to be idle before this layer's router.
             read: seconds one expert takes to read.
             cost: seconds of computing the predictions took lately.
         """
         entry = self._layers[layer]
         ranks = range(self._k)
-        best = max(self._gain(p, ranks, (), window, read)[1] for p in entry.precision.values())
+        known = [p for name, p in entry.precision.items() if name != "rejected draft" or rejected]
+        best = max(self._gain(p, ranks, (), window, read)[1] for p in known)
         if best > _MIN_GAIN_OVER_COST * cost:
             entry.skipped = 0
             return True

@@ -132,6 +132,7 @@ class ExpertStream:
         self._long = False
         self._windows = [0.0] * self._layers
         self._late_windows = [0.0] * self._layers
+        self._rejected: npt.NDArray[np.integer] | None = None
         self._looked: int | None = None  # the layer that was looked ahead for
         self._looked_again = 0.0  # when
         self._missed = [True] * self._layers
@@ -155,9 +156,16 @@ class ExpertStream:
         """For its figures."""
         return self._prefetch
 
-    def observe(self, routes: npt.NDArray[np.integer]) -> None:
-        """Tokens were committed with these routes, [tokens, layers, k]."""
+    def observe(self, routes: npt.NDArray[np.integer], rejected: npt.NDArray[np.integer] | None = None) -> None:
+        """Tokens were committed with these routes.
+
+        Args:
+            routes: [tokens, layers, k].
+            rejected: routes of the position behind them under the token a draft expected there, [layers, k]: K3 will
+                say another token, and may well use many of the same experts for it.
+        """
         self._policy.observe(routes)
+        self._rejected = rejected
 
     def resize_tier(self, frames: int) -> None:
         """Lets the tier keep ``frames`` experts from now on; what it must give up returns to the system at once.
@@ -240,7 +248,10 @@ class ExpertStream:
         if not self._missed[index]:
             return  # the last token had to read nothing here: asking would cost more than it could gain
         window, read = self._windows[index], self._read_seconds
-        if not self._prefetch.worth_predicting(index, window=window, read=read, cost=self._predict_seconds):
+        rejected = self._rejected is not None
+        if not self._prefetch.worth_predicting(
+            index, window=window, read=read, cost=self._predict_seconds, rejected=rejected
+        ):
             return
         started = time.perf_counter()
         present = self._policy.kept_in(layer)
@@ -277,6 +288,8 @@ class ExpertStream:
         by_router = predict(layer)
         if by_router is not None:
             guesses[name] = by_router
+        if self._rejected is not None:
+            guesses["rejected draft"] = self._rejected[layer - self._first].tolist()
         if not self._policy.holds_all:  # otherwise nothing was learned about use
             guesses["history"] = self._model.likeliest(layer - self._first, self._prefetch.ranks)
         return guesses
