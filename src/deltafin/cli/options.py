@@ -27,6 +27,9 @@ Threads = Annotated[int | None, typer.Option(help="Compute threads. [default: ph
 Context = Annotated[int | None, typer.Option(help="Positions for prompt and reply together. [default: 16384]")]
 Offline = Annotated[bool | None, typer.Option("--offline", help="Contact nothing; a missing expert is an error.")]
 Depth = Annotated[int | None, typer.Option(help="Reads in flight per drive.")]
+RouterTrace = Annotated[
+    Path | None, typer.Option(help="Record the experts of every token in this new file, for deltafin simulate.")
+]
 
 
 Draft = Annotated[str | None, typer.Option(help="Draft that guesses ahead: auto, off, dspark or qwen. [default: auto]")]

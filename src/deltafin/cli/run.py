@@ -51,9 +51,7 @@ def run(
     state_disk: options.StateDisk = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print times, bytes, hit rates and speed afterwards.")] = False,
     events_jsonl: Annotated[str | None, typer.Option(help="Write every event as a JSON line to this file.")] = None,
-    router_trace: Annotated[
-        Path | None, typer.Option(help="Record the experts of every token in this new file, for deltafin simulate.")
-    ] = None,
+    router_trace: options.RouterTrace = None,
 ) -> None:
     """Generate text: from --prompt, --prompt-file or standard input. Greedy and reproducible."""
     settings, _ = options.settings_from(

@@ -53,6 +53,7 @@ def serve(
         str | None, typer.Option(help="Memory for states of earlier turns. [default: 1/16 of the budget]")
     ] = None,
     state_disk: options.StateDisk = None,
+    router_trace: options.RouterTrace = None,
     draft: options.Draft = None,
     draft_width: options.DraftWidth = None,
     draft_dir: options.DraftDir = None,
@@ -102,7 +103,7 @@ def serve(
         install = installs.resolve(settings, progress)
     budget = int(settings.ram) if settings.ram is not None else available_memory()
     points = ram_share(budget) if settings.state_ram is None else int(settings.state_ram)
-    with options.open_engine(settings, install, console, reserve=points) as engine:
+    with options.open_engine(settings, install, console, reserve=points, trace=router_trace) as engine:
         tokenizer = K3Tokenizer.load(engine.store.metadata_dir, engine.config)
         session, turns = open_sessions(
             engine,
