@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,40 @@ from deltafin.store.types import DriveSpec
 ROOT = Path(__file__).parents[1]
 MINI = ROOT / "src/deltafin/mini_k3"
 ORACLE = ROOT / "tests/data/oracle"
+
+
+BACKENDS = ("torch", "mlx", "mlx_lm")
+"""Frameworks of which a machine needs only one: a Mac has no PyTorch, and MLX is an extra elsewhere."""
+
+
+class _BackendModule(pytest.Module):
+    """A test file; one that imports a framework which is not installed is skipped, naming it."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except self.CollectError as e:
+            missing = e.__cause__.name if isinstance(e.__cause__, ModuleNotFoundError) else None
+            if missing not in BACKENDS:
+                raise
+            pytest.skip(f"needs {missing}, which is not installed here", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return _BackendModule.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that imports such a framework while it runs is skipped too."""
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    if report.failed and isinstance(error, ModuleNotFoundError) and error.name in BACKENDS:
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), item.location[1] or 0, f"needs {error.name}, which is not installed here")
+    return report
 
 
 @pytest.fixture(autouse=True)
