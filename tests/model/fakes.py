@@ -69,6 +69,9 @@ class MemoryExperts:
     def look_ahead(self, *_: object, **__: object) -> None:
         """Nothing is read, so nothing is read ahead."""
 
+    def look_again(self, *_: object, **__: object) -> None:
+        """Nothing is read, so nothing is read ahead."""
+
 
 class WatchedTarget(Target):
     """Keeps the fp32 accumulator after each layer of the last pass in ``accumulators``."""
