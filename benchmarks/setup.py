@@ -5,10 +5,12 @@ in random order, each after the page cache was told to forget what was written b
 
 * download: one thread per connection receives the same shards into one buffer and forgets them
 * write:    the same number of bytes written to the same folders, 16 MiB at a time, synced at the end
+* together: both at once, and the same number of bytes through sha256 in one thread: the least an install must do
 * install:  a full striped install, sha256 of every shard and checksum of every slice included
 
-The ceiling of an install is the slower of the two; both use the same processors here as the server, so a ratio near one
-means that nothing is left to gain. A cold expert is compared with one bare request for the same bytes at 50 ms latency.
+The goal's ceiling is the slower of download and write. Hub, client and drives share this machine's processors, and
+sha256 alone takes half a second per gigabyte of one: ``together`` is what they can reach at all. A cold expert is
+compared with one bare request, and sixteen at once with sixteen bare requests, for the same bytes at 50 ms latency.
 
     python benchmarks/setup.py --dir /mnt/ssd --experts 96 --drives 2
 """
@@ -16,6 +18,7 @@ means that nothing is left to gain. A cold expert is compared with one bare requ
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -28,7 +31,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from urllib.parse import urlsplit
@@ -107,34 +111,49 @@ def download(server: Server, shards: list[tuple[str, int]]) -> float:
             receive(line, f"{server.endpoint}/cdn/{REPO}/{name}?epoch=0", begin, buffer[: end - begin])
 
     line = Line(60.0)
-    threads = [threading.Thread(target=work) for _ in range(CONNECTIONS)]
+    seconds = at_once([work] * CONNECTIONS)
+    line.close()
+    return seconds
+
+
+def at_once(steps: Sequence[Callable[[], object]]) -> float:
+    """Seconds until all of ``steps``, each in a thread of its own, are done."""
+    threads = [threading.Thread(target=step) for step in steps]
     start = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return time.perf_counter() - start
+
+
+def digest(nbytes: int) -> None:
+    """sha256 of ``nbytes`` in memory."""
+    running, data = hashlib.sha256(), memoryview(bytearray(os.urandom(PIECE)))
+    for left in range(nbytes, 0, -PIECE):
+        running.update(data[: min(left, PIECE)])
 
 
 def write(folders: list[Path], nbytes: int) -> float:
-    """Seconds to write ``nbytes`` over all folders and sync."""
-    data = memoryview(bytearray(os.urandom(PIECE)))
+    """Seconds to write ``nbytes`` over all folders and sync, past the page cache where the system allows it."""
+    data = aligned_memory(PIECE)
+    data[:] = os.urandom(PIECE)
 
     def work(folder: Path) -> None:
-        left = nbytes // len(folders)
-        with open(folder / "plain", "wb", buffering=0) as file:
+        left = -(-nbytes // len(folders) // PIECE) * PIECE
+        direct = getattr(os, "O_DIRECT", 0)
+        with open(folder / "plain", "wb", buffering=0, opener=lambda path, flags: os.open(path, flags | direct)) as file:
             while left > 0:
                 left -= file.write(data[: min(PIECE, left)])
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             os.fsync(file.fileno())
 
-    threads = [threading.Thread(target=work, args=(folder,)) for folder in folders]
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - start
+    return at_once([partial(work, folder) for folder in folders])
+
+
+def together(server: Server, shards: list[tuple[str, int]], folders: list[Path]) -> float:
+    """Seconds to download, write and hash the same bytes side by side."""
+    total = sum(size for _, size in shards)
+    return at_once([partial(download, server, shards), partial(write, folders, total), partial(digest, total)])
 
 
 def installs(server: Server, base: Path, folders: list[Path]) -> float:
@@ -147,8 +166,9 @@ def installs(server: Server, base: Path, folders: list[Path]) -> float:
     return seconds
 
 
-def cold_experts(checkpoint: Path, base: Path, latency: float, count: int = 16) -> dict[str, float]:
-    """Milliseconds: one bare request, one cold expert, ``count`` cold experts at once."""
+def cold_experts(checkpoint: Path, base: Path, latency: float, count: int = 16) -> dict[str, object]:
+    """Milliseconds: a bare request and a cold expert, one and ``count`` at a time; the first round, which connects, is
+    left out of the medians."""
     server = Server(checkpoint, latency)
     folders = [base / "cold-a", base / "cold-b"]
     for folder in folders:
@@ -156,39 +176,36 @@ def cold_experts(checkpoint: Path, base: Path, latency: float, count: int = 16) 
     hub = server.hub()
     install.install_striped(hub, server.pin, [DriveSpec(f, 1.0) for f in folders], base / "cold-home", experts=False)
     name, size = max(((p.name, p.stat().st_size) for p in checkpoint.glob("*.safetensors")), key=lambda item: item[1])
-    bare, single, many = [], [], []
+    took: dict[str, list[float]] = {f"{n}_{what}_ms": [] for n in (1, count) for what in ("bare", "expert")}
     with Store.open(base / "cold-home", supplier=supplier_for(lambda: hub)) as store:
         layer, experts = store.config.moe_layers[0], list(range(store.config.experts))
         buffers = [aligned_memory(store.expert_buffer_bytes) for _ in range(count)]
         for buffer in buffers:
             buffer[:] = bytes(len(buffer))
-
-        def fetch(chosen: list[int]) -> float:
-            done: SimpleQueue[BaseException | None] = SimpleQueue()
-            start = time.perf_counter()
-            for expert, buffer in zip(chosen, buffers, strict=False):
-                store.reader.submit(store.expert_plan(layer, expert), buffer, done.put)
-            for _ in chosen:
-                assert done.get() is None
-            return 1000 * (time.perf_counter() - start)
-
-        fetch([experts.pop()])  # connects and reads the shard's header
         nbytes = store.expert_layout.nbytes
         line, url = Line(60.0), f"{server.endpoint}/cdn/{REPO}/{name}?epoch=0"
-        for _ in range(4):
-            start = time.perf_counter()
-            receive(line, url, size - nbytes, buffers[0][:nbytes])
-            bare.append(1000 * (time.perf_counter() - start))
-            single.append(fetch([experts.pop()]))
-        many.append(fetch([experts.pop() for _ in range(count)]))
+
+        def bare(number: int) -> None:
+            at_once([partial(receive, line, url, size - nbytes, buffer[:nbytes]) for buffer in buffers[:number]])
+
+        def expert(number: int) -> None:
+            done: SimpleQueue[BaseException | None] = SimpleQueue()
+            for buffer in buffers[:number]:
+                store.reader.submit(store.expert_plan(layer, experts.pop()), buffer, done.put)
+            for _ in range(number):
+                assert done.get() is None
+
+        for _ in range(min(6, len(experts) // (count + 1))):
+            for number, what, step in ((1, "bare", bare), (1, "expert", expert), (count, "bare", bare), (count, "expert", expert)):
+                start = time.perf_counter()
+                step(number)
+                took[f"{number}_{what}_ms"].append(1000 * (time.perf_counter() - start))
+                time.sleep(0.5)  # what was fetched is written meanwhile
     hub.close()
     server.close()
-    return {
-        "latency_ms": 1000 * latency,
-        "one_request_ms": statistics.median(bare[1:]),
-        "one_expert_ms": statistics.median(single[1:]),
-        "sixteen_experts_ms": many[0],
-    }
+    medians = {key: round(statistics.median(values[1:]), 1) for key, values in took.items()}
+    spread = [round(value) for value in took[f"{count}_expert_ms"]]
+    return {"latency_ms": 1000 * latency, **medians, f"{count}_expert_all_ms": spread}
 
 
 def doctor_seconds(base: Path, drives: int = 3) -> dict[str, float]:
@@ -239,14 +256,15 @@ def main() -> None:
         shards = [(path.name, path.stat().st_size) for path in sorted(checkpoint.glob("*.safetensors"))]
         total = sum(size for _, size in shards)
         server = Server(checkpoint)
-        rates: dict[str, list[float]] = {"download": [], "write": [], "install": []}
+        rates: dict[str, list[float]] = {name: [] for name in ("download", "write", "together", "install")}
         for number in range(arguments.rounds):
             work = base / f"round-{number}"
             folders = [work / f"drive-{i}" for i in range(arguments.drives)]
             arms: dict[str, Callable[[], float]] = {
                 "download": lambda: download(server, shards),
-                "write": lambda folders=folders: write(folders, total),  # type: ignore[misc]
-                "install": lambda work=work, folders=folders: installs(server, work, folders),  # type: ignore[misc]
+                "write": partial(write, folders, total),
+                "together": partial(together, server, shards, folders),
+                "install": partial(installs, server, work, folders),
             }
             for name in random.sample(list(arms), len(arms)):
                 for folder in folders:
@@ -260,6 +278,7 @@ def main() -> None:
         result["bytes"] = total
         result["mb_per_s"] = {name: [round(v) for v in values] for name, values in rates.items()}
         result["install_to_ceiling"] = round(medians["install"] / ceiling, 3)
+        result["install_to_together"] = round(medians["install"] / medians["together"], 3)
         result["cold"] = cold_experts(checkpoint, base, latency=0.05)
         result["doctor"] = doctor_seconds(base)
         print(json.dumps(result, indent=2))

@@ -15,7 +15,7 @@ def test_any_order_overlaps_and_gaps(pending: int) -> None:
     chooser = random.Random(pending)
     data = chooser.randbytes(50_000)
     for _ in range(20):
-        digest = RunningDigest(len(data), lambda at, n: data[at : at + n], pending)
+        digest = RunningDigest(len(data), lambda at, n: data[at : at + n], pending=pending)
         cuts = sorted({0, len(data), *(chooser.randrange(len(data)) for _ in range(30))})
         pieces = list(itertools.pairwise(cuts))
         pieces += [(b, min(b + 700, len(data))) for b, _ in chooser.sample(pieces, 5)]  # overlapping ones

@@ -119,7 +119,11 @@ def _fetch_parts(
             raise HubError(f"{part} shrank while it was written", remedy="run the same command again")
         return data
 
-    digest = RunningDigest(file.size, read_back)
+    def known(offset: int) -> int:
+        at = offset // SEGMENT * SEGMENT
+        return min(at + SEGMENT, file.size) - offset if at in done else 0
+
+    digest = RunningDigest(file.size, read_back, known)
 
     def bring(at: int) -> int:
         buffer = getattr(memory, "buffer", None)
@@ -130,7 +134,7 @@ def _fetch_parts(
         written = 0
         while written < len(view):
             written += os.pwrite(fd, view[written:], at + written)
-        digest.offer(at, view)
+        digest.offer(at, view, wait=True)
         return at
 
     def commit() -> None:

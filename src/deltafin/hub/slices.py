@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -33,7 +35,7 @@ class HubSource(BlobSource):
         checkpoint: opened from ``released``.
         released: which files.
         hub: where from.
-        arrived: told (shard, offset, bytes) of every run, in order within a blob.
+        arrived: told (shard, offset, bytes, alone) of every run, in order within a blob; alone when it is all of it.
         stopped: whether nobody waits for the bytes any more.
     """
 
@@ -43,7 +45,7 @@ class HubSource(BlobSource):
         checkpoint: Checkpoint,
         released: Released,
         hub: Hub,
-        arrived: Callable[[str, int, memoryview], None] = lambda file, offset, data: None,
+        arrived: Callable[[str, int, memoryview, bool], None] = lambda file, offset, data, alone: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(manifest, checkpoint)
@@ -60,7 +62,7 @@ class HubSource(BlobSource):
         """
         runs = cut_runs(self._runs(blob)[0], begin, begin + len(view))
         if len(runs) == 1 and runs[0][1].nbytes == len(view):
-            self._fetch(runs[0][1], view)
+            self._fetch(runs[0][1], view, alone=True)
         else:
             view[:] = bytes(len(view))
             self._gather(view, runs)
@@ -69,12 +71,12 @@ class HubSource(BlobSource):
         if buffer.view.nbytes < run.nbytes:
             buffer = AlignedBuffer(max(run.nbytes, SPINE_PAGE))
         view = buffer.view[: run.nbytes]
-        self._fetch(run, view)
+        self._fetch(run, view, alone=buffer is not self._scratch)
         return buffer, view
 
-    def _fetch(self, run: Run, view: memoryview) -> None:
+    def _fetch(self, run: Run, view: memoryview, *, alone: bool) -> None:
         self._hub.read(self._released.pin, self._released.files[run.file], run.offset, view, self._stopped)
-        self._arrived(run.file, run.offset, view)
+        self._arrived(run.file, run.offset, view, alone)
 
     def _gather(self, target: memoryview, runs: list[tuple[int, Run]]) -> None:
         # A page of the spine gathers dozens of small tensors that lie side by side: one request brings them all.
@@ -133,21 +135,36 @@ class Readback:
         self._file = file
         self._pieces = shards.pieces[file]
         self._offsets = [piece[0] for piece in self._pieces]
+        self._size = released.files[file].size
         self._open: dict[int, DirectFile] = {}
         self._buffer = AlignedBuffer(SPINE_PAGE + 2 * PAGE)
 
     def read(self, offset: int, nbytes: int) -> bytes | memoryview:
         """At most ``nbytes`` of the shard from ``offset``, at least one."""
-        index = int(np.searchsorted(self._offsets, offset, side="right")) - 1
+        index = bisect_right(self._offsets, offset) - 1
         if index >= 0:
             begin, length, blob, at = self._pieces[index]
             if offset < begin + length:
                 return self._slice(blob, at + offset - begin, min(nbytes, begin + length - offset))
-        following = self._offsets[index + 1] if index + 1 < len(self._offsets) else offset + nbytes
         # Header, and tensors that the text model does not use.
-        data = bytearray(min(nbytes, following - offset))
+        data = bytearray(min(nbytes, self.piece(offset)[1]))
         self._hub.read(self._released.pin, self._released.files[self._file], offset, memoryview(data))
         return bytes(data)
+
+    def is_piece(self, offset: int, nbytes: int) -> bool:
+        """Whether exactly these bytes are one blob's part of the shard."""
+        index = bisect_right(self._offsets, offset) - 1
+        return index >= 0 and self._pieces[index][:2] == (offset, nbytes)
+
+    def piece(self, offset: int) -> tuple[int | None, int]:
+        """The blob that holds the shard's byte ``offset`` (None: no slice does), and for how many bytes."""
+        index = bisect_right(self._offsets, offset) - 1
+        if index >= 0:
+            begin, length, blob, _ = self._pieces[index]
+            if offset < begin + length:
+                return blob, begin + length - offset
+        following = self._offsets[index + 1] if index + 1 < len(self._offsets) else self._size
+        return None, following - offset
 
     def close(self) -> None:
         """Closes the slice files."""
@@ -220,10 +237,13 @@ class ShardProof:
                 self._unproved[blob] = self._unproved.get(blob, 0) + 1
             reader = Readback(m, shards, released, hub, file)
             self._readers[file] = reader
-            digest = self._digests[file] = RunningDigest(released.files[file].size, reader.read)
             header = released.folder / f"{file}.header"
-            if header.exists():
-                digest.offer(0, header.read_bytes())
+            self._digests[file] = RunningDigest(
+                released.files[file].size,
+                reader.read,
+                partial(self._known, reader),
+                head=header.read_bytes() if header.exists() else b"",
+            )
         self._free: list[int] = []  # to be believed at once
         for blob in brought - self._absent.keys():
             absent = int((~durable[m.first[blob] : m.first[blob + 1]]).sum())
@@ -236,11 +256,19 @@ class ShardProof:
             if not self._left[file]:
                 self._jobs.put(file)
 
-    def arrived(self, file: str, offset: int, data: memoryview) -> None:
+    def arrived(self, file: str, offset: int, data: memoryview, alone: bool) -> None:
         """A run of a shard is in memory; see ``HubSource``."""
         digest = self._digests.get(file)
         if digest is not None:
-            digest.offer(offset, data)
+            # Blobs are brought in the order of the shards' bytes, so what lies before a run is done or on its way. Not
+            # so for blobs gathered from several places (waiting, they could wait for each other), and of a blob of
+            # which part is here the other part cannot be next.
+            digest.offer(offset, data, wait=alone and self._readers[file].is_piece(offset, len(data)))
+
+    def _known(self, reader: Readback, at: int) -> int:
+        """Bytes of a shard from ``at`` that need not be waited for."""
+        blob, nbytes = reader.piece(at)
+        return nbytes if blob is None or not self._absent[blob] else 0
 
     def durable(self, rows: Sequence[Row]) -> None:
         """See ``Witness``."""
