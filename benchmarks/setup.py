@@ -142,7 +142,9 @@ def write(folders: list[Path], nbytes: int) -> float:
     def work(folder: Path) -> None:
         left = -(-nbytes // len(folders) // PIECE) * PIECE
         direct = getattr(os, "O_DIRECT", 0)
-        with open(folder / "plain", "wb", buffering=0, opener=lambda path, flags: os.open(path, flags | direct)) as file:
+        with open(
+            folder / "plain", "wb", buffering=0, opener=lambda path, flags: os.open(path, flags | direct)
+        ) as file:
             while left > 0:
                 left -= file.write(data[: min(PIECE, left)])
             os.fsync(file.fileno())
@@ -196,7 +198,12 @@ def cold_experts(checkpoint: Path, base: Path, latency: float, count: int = 16) 
                 assert done.get() is None
 
         for _ in range(min(6, len(experts) // (count + 1))):
-            for number, what, step in ((1, "bare", bare), (1, "expert", expert), (count, "bare", bare), (count, "expert", expert)):
+            for number, what, step in (
+                (1, "bare", bare),
+                (1, "expert", expert),
+                (count, "bare", bare),
+                (count, "expert", expert),
+            ):
                 start = time.perf_counter()
                 step(number)
                 took[f"{number}_{what}_ms"].append(1000 * (time.perf_counter() - start))

@@ -145,6 +145,7 @@ def _served(path: Path) -> Served:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # by default the sixth of sixteen connections at once waits a second for its next try
 
     def handle_error(self, request: object, client_address: object) -> None:
         pass  # clients that are killed or give up are the point of this server

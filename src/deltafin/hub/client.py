@@ -32,7 +32,7 @@ PATIENCE = 8
 
 _LONGEST_WAIT = 900.0  # seconds; a hub's rate limit window is at most some minutes
 _BACKOFF = (0.5, 30.0)  # seconds: first and longest wait
-_PIECE = 256 << 10  # what a reset may cost of what had arrived
+_PIECE = 1 << 20  # what a reset may cost of what had arrived
 _SKIP_BYTES = 32 << 20  # read past so many bytes when a server ignores the range
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

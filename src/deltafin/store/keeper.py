@@ -6,6 +6,10 @@ and fetched again when it is needed again.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import mmap
 import os
 import threading
 import time
@@ -17,7 +21,6 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from deltafin.errors import DeltafinError
-from deltafin.store.buffers import aligned_memory
 from deltafin.store.files import fsync_path, sync
 from deltafin.store.manifest import Manifest, PresenceLog
 from deltafin.store.types import SLICE_ALIGN
@@ -26,6 +29,8 @@ _MOST_WAITING = 640 << 20
 """Bytes in memory on their way to the drives, two layers' experts; beyond that the caller waits for the drives."""
 
 _GATHER_SECONDS = 0.05
+_SPARE_SECONDS = 5.0
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,8 @@ class _Item:
     index: int
     blob: int
     checksum: int
-    data: memoryview
+    data: memoryview  # padded
+    buffer: mmap.mmap
 
 
 class Keeper:
@@ -49,6 +55,7 @@ class Keeper:
         self._notify = notify
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
         self._waiting = 0  # bytes
+        self._spare: list[mmap.mmap] = []  # touching fresh memory costs more than copying into it
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._told = manifest.layout == "in-place"  # the released files are the user's: never written to
@@ -57,15 +64,20 @@ class Keeper:
         """Keeps slice ``index``; its bytes are copied before this returns. May be called from any thread."""
         if self._m.layout == "in-place":
             return
+        nbytes = len(data) + -len(data) % SLICE_ALIGN
         with self._lock:
-            while self._waiting and self._waiting + len(data) > _MOST_WAITING:
+            while self._waiting and self._waiting + nbytes > _MOST_WAITING:
                 self._lock.wait()
-            self._waiting += len(data)
-        import mmap
-        copy = memoryview(mmap.mmap(-1,len(data),flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS))
-        # numpy copies without the interpreter lock: with it, sixteen experts at once copied one after the other.
-        np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(data, np.uint8))
-        self._items.put(_Item(index, blob, checksum, copy))
+            self._waiting += nbytes
+            buffer = self._spare.pop() if self._spare else None
+        if buffer is None or len(buffer) < nbytes:
+            # Small pages: the system may compact memory for tenths of a second to find large ones.
+            buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        view = memoryview(buffer)
+        # numpy copies without the interpreter lock: with it, sixteen experts at once would copy one after the other.
+        np.copyto(np.frombuffer(buffer, np.uint8, len(data)), np.frombuffer(data, np.uint8))
+        view[len(data) : nbytes] = bytes(nbytes - len(data))
+        self._items.put(_Item(index, blob, checksum, view[:nbytes], buffer))
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="keeper", daemon=True)
@@ -81,7 +93,7 @@ class Keeper:
         last = False
         while not last:
             batch: list[_Item] = []
-            item = self._items.get()
+            item = self._next()
             if item is not None:
                 time.sleep(_GATHER_SECONDS)  # one sync serves all experts of a layer
             while item is not None:
@@ -102,7 +114,16 @@ class Keeper:
                     self._notify(f"what is fetched cannot be kept: {reason}")
             with self._lock:
                 self._waiting -= sum(len(item.data) for item in batch)
+                self._spare += [item.buffer for item in batch]
                 self._lock.notify_all()
+
+    def _next(self) -> _Item | None:
+        try:
+            return self._items.get(timeout=_SPARE_SECONDS)
+        except Empty:
+            with self._lock:
+                self._spare.clear()
+            return self._items.get()
 
     def _keep(self, batch: list[_Item]) -> None:
         m = self._m
@@ -117,11 +138,8 @@ class Keeper:
                     if not path.exists():
                         created.add(path.parent)
                     fd = files[number] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-                data, done = item.data, 0
-                while done < len(data):
-                    done += os.pwrite(fd, data[done:], int(m.offset[item.index]) + done)
-                padding = -len(data) % SLICE_ALIGN
-                os.pwrite(fd, bytes(padding), int(m.offset[item.index]) + done)
+                    _switch_direct(fd, on=True)
+                _write(fd, item.data, int(m.offset[item.index]))
             for fd in files.values():
                 sync(fd)
             for folder in created:
@@ -137,3 +155,21 @@ class Keeper:
         for item in batch:
             m.checksum[item.index] = item.checksum
             m.present[item.index] = True
+
+
+def _switch_direct(fd: int, *, on: bool) -> None:
+    """Past the page cache, where the system allows it: what was just computed with need not be cached as well."""
+    with contextlib.suppress(OSError):
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        try:
+            done += os.pwrite(fd, data[done:], offset + done)
+        except OSError as e:
+            if e.errno != errno.EINVAL or not fcntl.fcntl(fd, fcntl.F_GETFL) & _O_DIRECT:
+                raise
+            _switch_direct(fd, on=False)  # a file system that accepts the flag and refuses the write
