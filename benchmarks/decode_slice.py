@@ -4,10 +4,11 @@
 
 Writes layers of true dimensions in the released format, measures, and removes them. For each token: ``read`` is the
 missed expert bytes with nothing but threads and direct reads, ``compute`` the same pass with every expert in memory,
-``token`` the cold pass. With --rate (GB/s per drive) drives are throttled and the read ceiling is bytes / summed rates;
-``equal`` chooses the rate at which reading takes as long as computing. Arms run in random order. A last arm has
-nothing but two spine buffers in memory, so that a token reads its spine as well as its experts, as on a machine with
-less memory than the spine has bytes.
+``total`` the cold pass; then the same for the layers behind the first with experts, as all but one of K3's are. With
+--rate (GB/s per drive) drives are throttled and the read ceiling is bytes / summed rates; ``equal`` chooses the rate at
+which reading takes as long as computing. Arms run in random order. A last arm has nothing but two spine buffers in
+memory, so that a token reads its spine as well as its experts, as on a machine with less memory than the spine has
+bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def main() -> None:
     a = parser.parse_args()
     with slice_install(a.dir, layers=a.layers, experts=a.experts) as home:
         with open_slice(home, context=16384, depth=a.depth, threads=a.threads) as engine:
-            base = medians(measure_decode(engine, max(4, a.tokens // 3)))
+            base = medians([d.settled for d in measure_decode(engine, max(4, a.tokens // 3))])
+            whole = medians([d.token for d in measure_decode(engine, max(4, a.tokens // 3))])
         arms = []
         for rate in a.rate:
             if rate == "none":
@@ -65,7 +67,9 @@ def main() -> None:
                 home, rates=rates, prefetch=ahead, context=16384, depth=a.depth, threads=a.threads
             ) as engine:
                 name = f"{len(a.dir)} drive(s), rate {rate}, read ahead {'on' if ahead else 'off'}"
-                show(name, medians(measure_decode(engine, a.tokens, rates=rates)))
+                decoded = measure_decode(engine, a.tokens, rates=rates)
+                show(name, medians([d.token for d in decoded]))
+                show("  its layers from 2", medians([d.settled for d in decoded]))
                 if ahead:
                     recalls = [
                         f"{name} {s.recall:.2f}"
@@ -80,7 +84,7 @@ def main() -> None:
                 for rows in a.prefill if ahead else []:
                     show(f"  prefill of {rows}", measure_prefill(engine, rows, rates=rates))
         with open_slice(home, depth=a.depth, threads=a.threads, **streaming_options(home)) as engine:
-            steps = measure_streamed(engine, max(4, a.tokens // 3), base.compute)
+            steps = measure_streamed(engine, max(4, a.tokens // 3), whole.compute)
             show(f"{len(a.dir)} drive(s), spine streamed too", medians(steps))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -62,6 +62,17 @@ class Step:
     def over_ceiling(self) -> float:
         """Time relative to the larger of the two ceilings."""
         return self.total / max(self.read, self.compute)
+
+
+class Decoded(NamedTuple):
+    """A measured token: all of it, and its layers behind the first with experts.
+
+    In a slice of a few layers the dense layer and the head, during which no reads can be under way because nobody knows
+    which, weigh as they do not in 93 layers. ``settled`` leaves them out: each of its layers follows one with experts.
+    """
+
+    token: Step
+    settled: Step
 
 
 def slice_bytes(layers: int, experts: int) -> int:
@@ -182,7 +193,7 @@ def raw_read_seconds(store: Store, plans: Sequence[ReadPlan], depth: int | None 
 
 def measure_decode(
     engine: Engine, tokens: int, *, seed: int = 0, warmup: int = 3, rates: Sequence[float] | None = None
-) -> list[Step]:
+) -> list[Decoded]:
     """Decodes random tokens cold, each measured three ways. The engine's tier is emptied before each cold pass.
 
     Args:
@@ -195,24 +206,35 @@ def measure_decode(
     engine.target.forward([1, 2, 3, 4], state)
     state.commit(4)
     steps = []
+    first = engine.config.dense_layers
     for i in range(warmup + tokens):
         token = [rng.randrange(VOCAB)]
         engine.experts.clear_tier()
         before = engine.experts.stats.copy()
-        started = time.perf_counter()
-        engine.target.forward(token, state)
-        total = time.perf_counter() - started
+        total, settled = _timed_pass(engine, token, state, first)
         now = engine.experts.stats
         nbytes, wasted = now.read_bytes - before.read_bytes, now.ahead_wasted - before.ahead_wasted
-        started = time.perf_counter()
-        engine.target.forward(token, state)  # the same pass again: every expert is in the tier now
-        compute = time.perf_counter() - started
+        # The same pass again: every expert is in the tier now.
+        compute, settled_compute = _timed_pass(engine, token, state, first)
         plans = _plans(engine)
+        later = plans[engine.config.experts_per_token :]
+        share = sum(plan.nbytes for plan in later) / sum(plan.nbytes for plan in plans)
         read = nbytes / sum(rates) if rates else raw_read_seconds(engine.store, plans)
         state.commit(1)
         if i >= warmup:
-            steps.append(Step(read, compute, total, nbytes, wasted))
+            whole = Step(read, compute, total, nbytes, wasted)
+            steps.append(Decoded(whole, Step(read * share, settled_compute, settled, int(nbytes * share), wasted)))
     return steps
+
+
+def _timed_pass(engine: Engine, token: list[int], state: SequenceState, first: int) -> tuple[float, float]:
+    """Seconds of one pass, and of its layers behind ``first``."""
+    started = mark = end = time.perf_counter()
+    for done in engine.target.run(token, state):
+        end = time.perf_counter()
+        if done == first + 1:
+            mark = end
+    return time.perf_counter() - started, end - mark
 
 
 def measure_streamed(engine: Engine, tokens: int, compute: float, *, seed: int = 0) -> list[Step]:

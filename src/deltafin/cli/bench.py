@@ -45,7 +45,10 @@ def slice_(
             for ahead in (False, True):
                 with open_slice(home, prefetch=ahead, depth=depth) as engine:
                     name = f"token, read ahead {'on' if ahead else 'off'}"
-                    rows.append((name, medians(measure_decode(engine, tokens))))
+                    decoded = measure_decode(engine, tokens)
+                    rows.append((name, medians([d.token for d in decoded])))
+                    if layers > 2:
+                        rows.append(("  its layers from 2", medians([d.settled for d in decoded])))
                     if ahead:
                         rows += [(f"prompt of {n:,}", measure_prefill(engine, n)) for n in prefill or []]
     if as_json:
