@@ -24,6 +24,7 @@ from deltafin.bench.slice import (
     measure_streamed,
     medians,
     open_slice,
+    slice_bytes,
     slice_install,
     streaming_options,
 )
@@ -47,45 +48,46 @@ def main() -> None:
     parser.add_argument("--rate", nargs="*", default=["none"], help="none, equal, or GB/s of each drive")
     parser.add_argument("--prefill", type=int, nargs="*", default=[])
     parser.add_argument("--depth", type=int)
-    parser.add_argument("--threads", type=int, help="compute threads; fewer leave processor time to the reads")
+    parser.add_argument("--threads", type=int, nargs="*", help="compute threads; fewer leave processors to the reads")
     a = parser.parse_args()
     with slice_install(a.dir, layers=a.layers, experts=a.experts) as home:
-        with open_slice(home, context=16384, depth=a.depth, threads=a.threads) as engine:
-            base = medians([d.settled for d in measure_decode(engine, max(4, a.tokens // 3))])
-            whole = medians([d.token for d in measure_decode(engine, max(4, a.tokens // 3))])
-        arms = []
-        for rate in a.rate:
-            if rate == "none":
-                rates = None
-            else:
-                total = base.nbytes / base.compute if rate == "equal" else float(rate) * 1e9 * len(a.dir)
-                rates = [total / len(a.dir)] * len(a.dir)
-            arms += [(rate, rates, ahead) for ahead in (False, True)]
-        random.shuffle(arms)
-        for rate, rates, ahead in arms:
-            with open_slice(
-                home, rates=rates, prefetch=ahead, context=16384, depth=a.depth, threads=a.threads
-            ) as engine:
-                name = f"{len(a.dir)} drive(s), rate {rate}, read ahead {'on' if ahead else 'off'}"
-                decoded = measure_decode(engine, a.tokens, rates=rates)
-                show(name, medians([d.token for d in decoded]))
-                show("  its layers from 2", medians([d.settled for d in decoded]))
-                if ahead:
-                    recalls = [
-                        f"{name} {s.recall:.2f}"
-                        for layer in engine.experts.prefetch_policy.report()
-                        for name, s in layer.items()
-                    ]
-                    stats = engine.experts.stats
-                    print(
-                        f"{'':34} read ahead {stats.ahead_used} of {stats.reads} experts; "
-                        f"recall by layer and predictor: {' '.join(recalls)}"
-                    )
-                for rows in a.prefill if ahead else []:
-                    show(f"  prefill of {rows}", measure_prefill(engine, rows, rates=rates))
-        with open_slice(home, depth=a.depth, threads=a.threads, **streaming_options(home)) as engine:
-            steps = measure_streamed(engine, max(4, a.tokens // 3), whole.compute)
-            show(f"{len(a.dir)} drive(s), spine streamed too", medians(steps))
+        print(f"{slice_bytes(a.layers, a.experts) / 1e9:.1f} GB, {a.layers} layers, {a.experts} experts a layer")
+        for threads in a.threads or [None]:
+            measure(home, a, threads)
+
+
+def measure(home: Path, a: argparse.Namespace, threads: int | None) -> None:
+    """All arms with one number of compute threads."""
+    drives = len(a.dir)
+    fixed = {"context": 16384, "depth": a.depth, "threads": threads}
+    with open_slice(home, **fixed) as engine:
+        decoded = measure_decode(engine, max(4, a.tokens // 3))
+        base, whole = (medians([getattr(d, part) for d in decoded]) for part in ("settled", "token"))
+    print(f"{drives} drive(s), {threads or 'default'} compute threads")
+    arms = []
+    for rate in a.rate:
+        if rate == "none":
+            rates = None
+        else:
+            total = base.nbytes / base.compute if rate == "equal" else float(rate) * 1e9 * drives
+            rates = [total / drives] * drives
+        arms += [(rate, rates, ahead) for ahead in (False, True)]
+    random.shuffle(arms)
+    for rate, rates, ahead in arms:
+        with open_slice(home, rates=rates, prefetch=ahead, **fixed) as engine:
+            decoded = measure_decode(engine, a.tokens, rates=rates)
+            show(f"rate {rate}, read ahead {'on' if ahead else 'off'}", medians([d.token for d in decoded]))
+            show("  its layers from 2", medians([d.settled for d in decoded]))
+            if ahead:
+                report = engine.experts.prefetch_policy.report()
+                recalls = [f"{name} {s.recall:.2f}" for layer in report for name, s in layer.items()]
+                stats = engine.experts.stats
+                print(f"{'':34} read ahead {stats.ahead_used} of {stats.reads}; recall by layer: {', '.join(recalls)}")
+            for rows in a.prefill if ahead else []:
+                show(f"  prefill of {rows}", measure_prefill(engine, rows, rates=rates))
+    with open_slice(home, depth=a.depth, threads=threads, **streaming_options(home)) as engine:
+        steps = measure_streamed(engine, max(4, a.tokens // 3), whole.compute)
+        show("spine streamed too", medians(steps))
 
 
 if __name__ == "__main__":
