@@ -9,6 +9,7 @@ from deltafin import offline
 from deltafin.bench.hub import LocalHub
 from deltafin.hub.client import Hub
 from deltafin.hub.pins import Pin
+from store.installs_help import tiny_checkpoint
 
 MINI = Path(__file__).parents[2] / "src/deltafin/mini_k3"
 
@@ -28,6 +29,34 @@ def served() -> Iterator[LocalHub]:
     """The miniature family on a hub of this machine."""
     with LocalHub({"mini/k3": MINI / "target", "mini/dspark": MINI / "dspark", "mini/qwen": MINI / "qwen"}) as hub:
         yield hub
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers of six experts: for tests that need many installs."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("small") / "model")
+    for name in ("tokenizer_config.json", "tiktoken.model"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def small(small_model: Path) -> Iterator[LocalHub]:
+    """It, served."""
+    with LocalHub({"small/k3": small_model}) as hub:
+        yield hub
+
+
+@pytest.fixture
+def small_pin(small: LocalHub) -> Pin:
+    return Pin("small/k3", small.revision)
+
+
+@pytest.fixture
+def small_client(small: LocalHub) -> Iterator[Hub]:
+    hub = Hub(small.endpoint, hosts=["localhost"], timeout=2.0, backoff=(0.01, 0.05))
+    yield hub
+    hub.close()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from deltafin.checkpoint.inventory import expert_prefix
 from deltafin.errors import HubChecksumError
 from deltafin.hub import install
 from deltafin.hub.client import Hub
+from deltafin.hub.mend import mend
 from deltafin.hub.pins import Pin
 from deltafin.hub.released import Released
 from deltafin.hub.supplier import supplier_for
@@ -130,12 +131,12 @@ def test_mend_fetches_exactly_the_bad_slices(client: Hub, pin: Pin, served: Loca
             file.seek(-1, 1)
             file.write(bytes([byte[0] ^ 255]))
     asked = len(served.requests("cdn"))
-    report = install.mend(home, client)
+    report = mend(home, client)
     assert len(report.bad) == 2
     spans = [r.range for r in served.requests("cdn")[asked:]]
     lengths = sorted(int(b) - int(a) + 1 for a, b in (s.removeprefix("bytes=").split("-") for s in spans))
     assert lengths == sorted(int(m.length[i]) for i in (5, 300))
-    assert not install.mend(home, client).bad
+    assert not mend(home, client).bad
 
 
 def test_damage_during_use_is_mended(

@@ -15,6 +15,7 @@ from deltafin.errors import ExitCode, UsageError
 from deltafin.generation.engine import heat_file
 from deltafin.history.heat import load
 from deltafin.hub import install
+from deltafin.hub.mend import mend
 from deltafin.settings import Settings
 from deltafin.store.manifest import Manifest
 from deltafin.store.store import Store, find_home
@@ -50,7 +51,7 @@ def fetch(
 
 def verify(
     store: options.Store = None,
-    mend: Annotated[bool, typer.Option("--repair", help="Fetch what is damaged again from the hub.")] = False,
+    again: Annotated[bool, typer.Option("--repair", help="Fetch what is damaged again from the hub.")] = False,
     limit: Annotated[float | None, typer.Option(help="Read at most this many MB/s from each drive.", min=1)] = None,
     offline: options.Offline = None,
 ) -> None:
@@ -58,7 +59,7 @@ def verify(
     settings, _ = options.settings_from(store=store, offline=offline)
     home = _home(settings)
     rate = limit * 1e6 if limit else None
-    if mend:
+    if again:
         _mend(settings, home, rate)
         return
     with shown_progress("nothing was changed") as show:
@@ -79,7 +80,7 @@ def repair(
 
 def _mend(settings: Settings, home: Path, rate: float | None) -> None:
     with closing(options.hub(settings)) as hub, shown_progress(_KEPT) as show:
-        report = install.mend(home, hub, max_bytes_per_s=rate, progress=show)
+        report = mend(home, hub, max_bytes_per_s=rate, progress=show)
     typer.echo(f"{report.slices:,} slices read, {len(report.bad)} damaged, {len(report.bad)} fetched again")
 
 

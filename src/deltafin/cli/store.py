@@ -158,6 +158,7 @@ def _print_report(report: StoreReport) -> None:
 
 def print_verification(report: VerifyReport, home: Path) -> None:
     """What a verification found, and what to do about it."""
+    from_hub = (home / "released").is_dir()
     rate = report.bytes / max(report.seconds, 1e-9) / 1e6
     typer.echo(
         f"{report.slices:,} slices, {report.bytes / 1e9:,.2f} GB read in {report.seconds:,.1f} s ({rate:,.0f} MB/s)"
@@ -167,8 +168,10 @@ def print_verification(report: VerifyReport, home: Path) -> None:
     if len(report.bad) > _MOST_SHOWN:
         typer.echo(f"... and {len(report.bad) - _MOST_SHOWN} more; all of them with --json")
     if report.absent:
-        typer.echo(f"{report.absent:,} slices are absent: run the same deltafin store create again")
+        again = f"deltafin fetch --store {home}" if from_hub else "run the same deltafin store create again"
+        typer.echo(f"{report.absent:,} slices are absent: {again}")
     if report.bad:
-        typer.echo(f"{len(report.bad)} slices are damaged: deltafin store repair {home} --model DIR")
+        again = f"deltafin verify --repair --store {home}" if from_hub else f"deltafin store repair {home} --model DIR"
+        typer.echo(f"{len(report.bad)} slices are damaged: {again}")
     elif not report.absent:
         typer.echo("everything is in order")

@@ -15,6 +15,8 @@ import psutil
 from deltafin.doctor.finding import Finding, Level, failed
 from deltafin.doctor.mac import examine_mac
 from deltafin.errors import DeltafinError, ExitCode
+from deltafin.hub.install import text_shards
+from deltafin.hub.released import Released
 from deltafin.store import replicas
 from deltafin.store.drives import elsewhere, read_rate
 from deltafin.store.manifest import Manifest
@@ -172,7 +174,7 @@ def _slice_folders(m: Manifest) -> list[Path]:
 
 def _mend(m: Manifest) -> str:
     home = m.path.parent
-    if (home / "released").is_dir() and m.layout == "striped":
+    if (home / "released").is_dir():
         return f"deltafin verify --repair --store {home}"
     return f"deltafin store repair {home} --model DIR"
 
@@ -213,6 +215,31 @@ def _presence(m: Manifest) -> Iterator[Finding]:
             "an interrupted setup goes on from there",
             "run the same deltafin setup again",
         )
+    yield from _proof(m, whole=not missing)
+
+
+def _proof(m: Manifest, *, whole: bool) -> Iterator[Finding]:
+    """Whether what came from a hub has been compared with the hub's checksums, which are of whole files."""
+    home = m.path.parent
+    try:
+        released = Released.load(home)
+        if released is None:
+            return
+        names = text_shards(released) if whole else [n for n in released.files if n.endswith(".safetensors")]
+    except DeltafinError as e:
+        yield failed("install", e, "nothing can be fetched again")
+        return
+    proved = {n for n in released.proved if n in released.files and released.files[n].sha256}
+    left = len(names) - len(proved.intersection(names))
+    text = f"{len(names) - left} of {len(names)} released files were compared with the hub's checksum"
+    if not left:
+        yield Finding("install", Level.OK, text)
+    elif m.layout == "in-place":
+        again = "deltafin setup --adopt again, with the network"
+        yield Finding("install", Level.NOTE, text, "only the form of the others is known to be right", again)
+    else:
+        meaning = "an expert fetched alone is compared with what arrived first, until its file is whole"
+        yield Finding("install", Level.NOTE, text, meaning, f"deltafin fetch --store {home} completes and compares")
 
 
 def _replicas(m: Manifest) -> Iterator[Finding]:

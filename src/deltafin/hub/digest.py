@@ -36,7 +36,7 @@ class RunningDigest:
         head: bytes = b"",
         pending: int = _PENDING,
     ) -> None:
-        self._size = size
+        self.size = size
         self._read_back = read_back
         self._known = known
         self._room = pending
@@ -45,6 +45,11 @@ class RunningDigest:
         self._busy = False
         self._early: dict[int, bytes] = {}
         self._turn = threading.Condition()
+
+    @property
+    def done(self) -> int:
+        """Bytes hashed."""
+        return self._at
 
     def offer(self, offset: int, data: memoryview | bytes, *, wait: bool = False) -> None:
         """A piece has arrived; the memory is the caller's again when this returns. May be called from any thread.
@@ -79,8 +84,8 @@ class RunningDigest:
     def finish(self) -> str:
         """The digest; every byte must have been offered or written where ``read_back`` finds it, and no offer may be
         under way."""
-        while self._at < self._size:
-            following = min((at for at in self._early if at > self._at), default=self._size)
+        while self._at < self.size:
+            following = min((at for at in self._early if at > self._at), default=self.size)
             self._busy = True
             self._take(self._read_back(self._at, min(_PIECE, following - self._at)))
         return self._hash.hexdigest()

@@ -1,4 +1,4 @@
-"""Installs from a hub: full, streaming, in place; completed piece by piece, mended, and their drafts."""
+"""Installs from a hub: full, streaming, in place; completed piece by piece, and their drafts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from deltafin.store.ingest import ingest
 from deltafin.store.manifest import MANIFEST_NAME, Manifest, PresenceLog
 from deltafin.store.store import find_home
 from deltafin.store.types import DriveSpec, IngestProgress
-from deltafin.store.verify import VerifyReport, verify_store
 
 MOVERS = 8
 """Blobs fetched at a time: enough to fill a fast line over a long round trip, 140 MB of memory."""
@@ -88,7 +87,8 @@ def bring(
 ) -> None:
     """Fetches what is missing of ``blobs`` (None: of everything); the caller holds the install's lock.
 
-    A shard of which then every byte is in the install is compared with the hub's sha256 before its slices count.
+    A shard of which then every byte is in the install is compared with the hub's sha256 before its slices count; so is
+    one that has become whole in between, expert by expert.
 
     Raises:
         HubChecksumError: a shard is not genuine; its slices were given up and will be fetched again.
@@ -96,7 +96,7 @@ def bring(
     """
     shards = ShardMap(manifest, checkpoint)
     order = shards.order(blobs)
-    proof = ShardProof(manifest, shards, released, hub, order)
+    proof = ShardProof(manifest, shards, released, hub, order, progress)
     try:
         ingest(
             manifest,
@@ -210,7 +210,10 @@ def adopt(
     folder = find_snapshot(folder, pin)
     with lock_home(home):
         known = Released.load(home)
-        proved = known.proved if known is not None and known.pin == pin else set()
+        proved: set[str] = set()
+        if known is not None and known.pin == pin:
+            # Those adopted without a checksum are compared now, if there is one.
+            proved = {name for name in known.proved if hub is None or known.files[name].sha256}
         checkpoint = Checkpoint.open(folder)
         released = _local_record(folder, home, hub, pin, checkpoint, proved)
         todo = [name for name in sorted(checkpoint.files) if name not in proved]
@@ -331,59 +334,12 @@ def opened(home: Path, hub: Hub) -> Iterator[tuple[Manifest, Checkpoint, Release
         manifest = Manifest.load(home)
         if manifest.layout != "striped":
             raise StoreError(
-                f"the install at {home} uses whole files in place", remedy="run deltafin setup again to complete it"
+                f"the install at {home} uses whole files in place",
+                remedy="complete it with the same deltafin setup, mend it with deltafin verify --repair",
             )
         for drive in manifest.drives:
             check_drive(manifest, drive)
         yield manifest, released.checkpoint(hub), released
-
-
-def mend(
-    home: Path, hub: Hub, *, max_bytes_per_s: float | None = None, progress: Progress | None = None
-) -> VerifyReport:
-    """Reads everything, and fetches exactly the slices that are bad.
-
-    Returns:
-        What was found before.
-
-    Raises:
-        StoreError, HubError: as named.
-    """
-    home = find_home(home)
-    report = verify_store(home, max_bytes_per_s=max_bytes_per_s, progress=progress)
-    if not report.bad:
-        return report
-    with opened(home, hub) as (manifest, _, _):
-        log = PresenceLog(manifest.path)
-        try:
-            log.forget((bad.blob, bad.part) for bad in report.bad)
-        finally:
-            log.close()
-    with opened(home, hub) as (manifest, checkpoint, released):
-        # Shards that were proved stay so: the checksums of what is fetched again are known.
-        before = {
-            (bad.blob, bad.part): int(manifest.checksum[manifest.first[bad.blob] + bad.part]) for bad in report.bad
-        }
-        bring(manifest, checkpoint, released, hub, sorted({bad.blob for bad in report.bad}), progress)
-        after = Manifest.load(home)
-        wrong = [
-            key for key, checksum in before.items() if int(after.checksum[after.first[key[0]] + key[1]]) != checksum
-        ]
-        if wrong:
-            _forget_slices(after, wrong)
-            raise HubChecksumError(
-                f"{after.blob_name(wrong[0][0])} was fetched again and differs from what was recorded",
-                remedy="the hub or mirror holds other bytes: use the one this install was made from",
-            )
-    return report
-
-
-def _forget_slices(manifest: Manifest, rows: Sequence[tuple[int, int]]) -> None:
-    log = PresenceLog(manifest.path)
-    try:
-        log.forget(rows)
-    finally:
-        log.close()
 
 
 def fetch_draft(hub: Hub, pin: Pin, folder: Path, progress: Progress | None = None) -> None:

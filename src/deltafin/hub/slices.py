@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,8 +22,9 @@ from deltafin.store.buffers import AlignedBuffer
 from deltafin.store.direct import DirectFile
 from deltafin.store.ingest import Row
 from deltafin.store.manifest import Manifest
+from deltafin.store.meter import Progress
 from deltafin.store.source import BlobSource, cut_runs
-from deltafin.store.types import PAGE, SPINE_PAGE
+from deltafin.store.types import PAGE, SPINE_PAGE, IngestProgress
 
 _GAP = 256 << 10  # a request costs more than so many unneeded bytes
 
@@ -202,12 +204,20 @@ class ShardProof:
     Args:
         manifest, shards, released, hub: of the install.
         blobs: that are being brought.
+        progress: told how far the proof is once everything has been brought.
     """
 
     def __init__(
-        self, manifest: Manifest, shards: ShardMap, released: Released, hub: Hub, blobs: Iterable[int]
+        self,
+        manifest: Manifest,
+        shards: ShardMap,
+        released: Released,
+        hub: Hub,
+        blobs: Iterable[int],
+        progress: Progress | None = None,
     ) -> None:
         m = manifest
+        self._progress = progress
         self._shards, self._released = shards, released
         brought = set(blobs)
         whole = [bool(m.present[m.first[b] : m.first[b + 1]].all()) for b in range(len(m.first) - 1)]
@@ -307,8 +317,16 @@ class ShardProof:
     def finish(self) -> None:
         """See ``Witness``."""
         self._jobs.put(None)
+        digests = list(self._digests.values())
+        total = sum(digest.size for digest in digests)
+        start, first = time.monotonic(), sum(digest.done for digest in digests)
         while self._thread.is_alive():
             self._thread.join(0.2)  # lets Ctrl-C through
+            done = sum(digest.done for digest in digests)
+            if self._progress is not None and done < total:
+                rate = (done - first) / max(time.monotonic() - start, 1e-9)
+                left = (total - done) / rate if rate > 0 else None
+                self._progress(IngestProgress("prove", done, total, first, (rate,), left))
 
     def close(self) -> None:
         """Ends the thread and closes what it read."""

@@ -47,7 +47,7 @@ class Keeper:
 
     Args:
         manifest: of the install; its arrays are updated once a slice is durable.
-        notify: told once why slices cannot be kept.
+        notify: told once why slices are not kept.
     """
 
     def __init__(self, manifest: Manifest, notify: Callable[[str], None]) -> None:
@@ -58,11 +58,15 @@ class Keeper:
         self._spare: list[mmap.mmap] = []  # touching fresh memory costs more than copying into it
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._told = manifest.layout == "in-place"  # the released files are the user's: never written to
+        self._told = False
 
     def put(self, index: int, blob: int, checksum: int, data: memoryview) -> None:
         """Keeps slice ``index``; its bytes are copied before this returns. May be called from any thread."""
         if self._m.layout == "in-place":
+            # The released files are the user's, and may be in use by others: nothing writes to them unasked.
+            self._tell(
+                f"{self._m.blob_name(blob)} is damaged and is fetched for now: deltafin verify --repair mends it"
+            )
             return
         nbytes = len(data) + -len(data) % SLICE_ALIGN
         with self._lock:
@@ -108,14 +112,18 @@ class Keeper:
                 if batch:
                     self._keep(batch)
             except (OSError, DeltafinError) as e:
-                if not self._told:
-                    self._told = True
-                    reason = e.message if isinstance(e, DeltafinError) else f"{e.filename or 'a drive'}: {e.strerror}"
-                    self._notify(f"what is fetched cannot be kept: {reason}")
+                reason = e.message if isinstance(e, DeltafinError) else f"{e.filename or 'a drive'}: {e.strerror}"
+                self._tell(f"what is fetched cannot be kept: {reason}")
             with self._lock:
                 self._waiting -= sum(len(item.data) for item in batch)
                 self._spare += [item.buffer for item in batch]
                 self._lock.notify_all()
+
+    def _tell(self, text: str) -> None:
+        with self._lock:
+            told, self._told = self._told, True
+        if not told:
+            self._notify(text)
 
     def _next(self) -> _Item | None:
         try:
