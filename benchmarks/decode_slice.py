@@ -34,6 +34,7 @@ def show(name: str, step: Step) -> None:
     print(
         f"{name:34} read {step.read * 1e3:8.1f} ms  compute {step.compute * 1e3:8.1f} ms  "
         f"total {step.total * 1e3:8.1f} ms  ratio {step.over_ceiling:.3f}  "
+        f"ceiling {max(step.read, step.compute) / step.total:.1%}  "
         f"{step.nbytes / step.total / 1e9:.2f} GB/s  wasted experts {step.wasted}",
         flush=True,
     )
@@ -71,19 +72,19 @@ def measure(home: Path, a: argparse.Namespace, threads: int | None) -> None:
         else:
             total = base.nbytes / base.compute if rate == "equal" else float(rate) * 1e9 * drives
             rates = [total / drives] * drives
-        arms += [(rate, rates, ahead) for ahead in (False, True)]
+        arms += [(rate, rates, ahead) for ahead in ("off", "on", "perfect")]
     random.shuffle(arms)
     for rate, rates, ahead in arms:
-        with open_slice(home, rates=rates, prefetch=ahead, **fixed) as engine:
-            decoded = measure_decode(engine, a.tokens, rates=rates)
-            show(f"rate {rate}, read ahead {'on' if ahead else 'off'}", medians([d.token for d in decoded]))
+        with open_slice(home, rates=rates, prefetch=ahead != "off", **fixed) as engine:
+            decoded = measure_decode(engine, a.tokens, rates=rates, foretold=ahead == "perfect")
+            show(f"rate {rate}, read ahead {ahead}", medians([d.token for d in decoded]))
             show("  its layers from 2", medians([d.settled for d in decoded]))
-            if ahead:
+            if ahead == "on":
                 report = engine.experts.prefetch_policy.report()
                 recalls = [f"{name} {s.recall:.2f}" for layer in report for name, s in layer.items()]
                 stats = engine.experts.stats
                 print(f"{'':34} read ahead {stats.ahead_used} of {stats.reads}; recall by layer: {', '.join(recalls)}")
-            for rows in a.prefill if ahead else []:
+            for rows in a.prefill if ahead == "on" else []:
                 show(f"  prefill of {rows}", measure_prefill(engine, rows, rates=rates))
     with open_slice(home, depth=a.depth, threads=threads, **streaming_options(home)) as engine:
         steps = measure_streamed(engine, max(4, a.tokens // 3), whole.compute)

@@ -400,3 +400,44 @@ def test_unknown_drive_is_a_programming_error() -> None:
     with pytest.raises(IndexError):
         start(reader, plan_of(Extent(1, 0, 0, 1, 0, 0)))
     reader.close()
+
+
+@pytest.mark.parametrize("begun", [0, 1, 3])
+def test_abandoning_takes_back_what_has_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: int
+) -> None:
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", PAGE)
+    entered, go = SimpleQueue[int](), threading.Event()
+
+    def held(fd: int, buffers: Any, offset: int) -> int:
+        entered.put(offset)
+        assert go.wait(30)
+        return real_preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", held)
+    reader = Reader(*file_drives(tmp_path, [CONTENT]), depth=3)
+    plan = plan_of(extent(CONTENT, 0, 3 * PAGE))
+    done: SimpleQueue[BaseException | None] = SimpleQueue()
+    blocker: SimpleQueue[BaseException | None] = SimpleQueue()
+    for _ in range(3 - begun):  # workers that are busy elsewhere
+        reader.submit(plan_of(extent(CONTENT, 4 * PAGE, 10)), aligned_memory(PAGE), blocker.put)
+    for _ in range(3 - begun):
+        entered.get(timeout=30)
+    ticket = reader.submit(plan, aligned_memory(plan.buffer_bytes), done.put)
+    for _ in range(begun):
+        entered.get(timeout=30)
+    ticket.abandon()
+    ticket.abandon()
+    if begun:
+        assert done.empty()  # something may still land in the buffer
+    else:
+        assert isinstance(done.get(timeout=0), ReadCancelled)
+    go.set()
+    for _ in range(3 - begun):
+        assert blocker.get(timeout=30) is None
+    if begun:
+        error = done.get(timeout=30)
+        assert error is None if begun == 3 else isinstance(error, ReadCancelled)
+    reader.close()
+    assert done.empty()
+    assert entered.empty()

@@ -126,6 +126,9 @@ def test_better_knowledge_takes_back_guesses_that_have_not_begun(
                 self.done(ReadCancelled(self.name))
                 return True
 
+            def abandon(self) -> None:
+                self.cancel()
+
         def submit(plan: Any, buffer: Any, done: Any, **_: Any) -> Ticket:
             return Ticket(plan.name, done)
 

@@ -192,7 +192,13 @@ def raw_read_seconds(store: Store, plans: Sequence[ReadPlan], depth: int | None 
 
 
 def measure_decode(
-    engine: Engine, tokens: int, *, seed: int = 0, warmup: int = 3, rates: Sequence[float] | None = None
+    engine: Engine,
+    tokens: int,
+    *,
+    seed: int = 0,
+    warmup: int = 3,
+    rates: Sequence[float] | None = None,
+    foretold: bool = False,
 ) -> list[Decoded]:
     """Decodes random tokens cold, each measured three ways. The engine's tier is emptied before each cold pass.
 
@@ -200,6 +206,7 @@ def measure_decode(
         engine: with a tier of at least one token's experts.
         warmup: tokens before the measured ones, in which windows and read times are learned.
         rates: bytes per second of each drive where they are throttled: the ceiling is then bytes over their sum.
+        foretold: tell the stream the routes beforehand, as a perfect predictor would.
     """
     rng = random.Random(seed)
     state = SequenceState.empty(engine.config, engine.plan.context)
@@ -209,9 +216,12 @@ def measure_decode(
     first = engine.config.dense_layers
     for i in range(warmup + tokens):
         token = [rng.randrange(VOCAB)]
+        if foretold:
+            engine.target.forward(token, state)
         engine.experts.clear_tier()
         before = engine.experts.stats.copy()
-        total, settled = _timed_pass(engine, token, state, first)
+        with _foretold(engine, first) if foretold else contextlib.nullcontext():
+            total, settled = _timed_pass(engine, token, state, first)
         now = engine.experts.stats
         nbytes, wasted = now.read_bytes - before.read_bytes, now.ahead_wasted - before.ahead_wasted
         # The same pass again: every expert is in the tier now.
@@ -225,6 +235,20 @@ def measure_decode(
             whole = Step(read, compute, total, nbytes, wasted)
             steps.append(Decoded(whole, Step(read * share, settled_compute, settled, int(nbytes * share), wasted)))
     return steps
+
+
+@contextlib.contextmanager
+def _foretold(engine: Engine, first: int) -> Iterator[None]:
+    """Until the end of the context, what is looked ahead for is what the last pass used."""
+    routes = [ids[0].tolist() for ids in engine.target.routes]
+    stream = engine.experts
+    look = stream.look_ahead
+    stream.look_ahead = lambda layer, predict, **how: look(layer, lambda at: routes[at - first], **how)  # type: ignore[method-assign]
+    stream.look_again = lambda *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del stream.look_ahead, stream.look_again
 
 
 def _timed_pass(engine: Engine, token: list[int], state: SequenceState, first: int) -> tuple[float, float]:

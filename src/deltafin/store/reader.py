@@ -98,6 +98,29 @@ class Ticket:
         self._deliver(ReadCancelled(self._plan.name))
         return True
 
+    def abandon(self) -> None:
+        """Takes back whatever has not started: nobody wants the bytes any more.
+
+        ``on_done`` is called with ``ReadCancelled`` as soon as nothing is in flight into the buffer, in this thread or
+        in a worker's; a read of which everything has started completes as usual.
+        """
+        with self._lock:
+            self.unwanted = True
+            if self._remaining == 0 or self._plan.absent:
+                return
+            waiting = [piece for piece in self._pieces if not piece.claimed]
+            if not waiting:
+                return
+            for piece in waiting:
+                piece.claimed = True
+            self._started = True
+            self._error = self._error or ReadCancelled(self._plan.name)
+            self._remaining -= len(waiting)
+            if self._remaining:
+                return
+            self._buffer = None
+        self._deliver(self._error)
+
     def promote(self) -> None:
         """Moves what has not started of a prefetch to demand priority; harmless otherwise."""
         with self._lock:

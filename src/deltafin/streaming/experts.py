@@ -22,7 +22,7 @@ from deltafin.residency.tier import ExpertTierPolicy, Key
 from deltafin.residency.usage import UseModel
 from deltafin.store.reader import Ticket
 from deltafin.store.store import Store
-from deltafin.store.types import ReadPlan
+from deltafin.store.types import ReadCancelled, ReadPlan
 from deltafin.streaming.arena import Arena
 from deltafin.streaming.stop import StopFlag
 
@@ -343,7 +343,7 @@ class ExpertStream:
             if flight.ahead and flight.wanted and key not in wanted:
                 flight.wanted = False
                 assert flight.ticket is not None
-                flight.ticket.cancel()
+                flight.ticket.abandon()
 
     # ---- reads ------------------------------------------------------------------------------------------------------
 
@@ -531,12 +531,15 @@ class Fetch:
             if mine:
                 self._pending.discard(arrival.key)
                 self._last_arrival = max(self._last_arrival, arrival.when)
-                if arrival.error is not None:
+                if isinstance(arrival.error, ReadCancelled):
+                    self._waiting.append(arrival.key)  # abandoned as a guess before it turned out to be right
+                elif arrival.error is not None:
                     raise arrival.error
-                assert lease is not None
-                batch.append(lease)
-                stream._leased[arrival.key] = lease
-                ahead += was_ahead
+                else:
+                    assert lease is not None
+                    batch.append(lease)
+                    stream._leased[arrival.key] = lease
+                    ahead += was_ahead
             elif lease is not None:
                 stream._ready[arrival.key] = lease
             try:
