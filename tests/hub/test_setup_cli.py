@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cli.command import deltafin, environment
 from deltafin.bench.hub import Fault, LocalHub
-from deltafin.errors import ExitCode
+from deltafin.cli import setup
+from deltafin.errors import ExitCode, UsageError
 from deltafin.store import Store
 from deltafin.store.manifest import Manifest
 from store.installs_help import all_bytes, released_bytes
@@ -202,8 +204,8 @@ def test_a_hub_that_is_away(user: User) -> None:
     ],
 )
 def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
-    (tmp_path / "k3").mkdir()
     drive = ("--drive", str(tmp_path)) if len(arguments) > 1 else ()
-    code, _, err = deltafin(tmp_path / "k3", "setup", *arguments, *drive)
-    assert code == ExitCode.USAGE
-    assert said in err
+    result = CliRunner().invoke(setup.app, [*arguments, *drive], standalone_mode=False)
+    assert isinstance(result.exception, UsageError)
+    assert said in result.exception.message
+    assert not list(tmp_path.rglob("manifest.sqlite"))

@@ -12,7 +12,6 @@ import typer
 from deltafin.cli import options
 from deltafin.cli.store import print_verification, shown_progress
 from deltafin.errors import ExitCode, UsageError
-from deltafin.generation.engine import heat_file
 from deltafin.history.heat import load
 from deltafin.hub import install
 from deltafin.hub.mend import mend
@@ -90,6 +89,8 @@ def hottest(settings: Settings, home: Path, manifest: Manifest, count: int | Non
     Raises:
         UsageError: no use has been recorded.
     """
+    from deltafin.generation.engine import heat_file  # brings PyTorch along
+
     with Store.open(home) as store:
         path = heat_file(options.heat_folder(settings), store)
     heat = load(path, manifest.identity, len(manifest.config.moe_layers), manifest.config.experts)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -52,26 +54,37 @@ def _root(
         context.with_resource(awake())
 
 
-def _add_commands() -> None:
-    # Imported here so that `deltafin --help` and usage errors do not wait for PyTorch.
-    from deltafin.cli import bench, demo, doctor, drives, fetch, heat, info, run, serve, setup, simulate, store, warm
+_COMMANDS = {
+    "run": "run.run",
+    "demo": "demo.demo",
+    "serve": "serve.serve",
+    "info": "info.info",
+    "heat": "heat.heat",
+    "warm": "warm.warm",
+    "simulate": "simulate.simulate",
+    "bench": "bench.app",
+    "store": "store.app",
+    "setup": "setup.app",
+    "drives": "drives.app",
+    "doctor": "doctor.doctor",
+    "upgrade": "setup.upgrade",
+    "fetch": "fetch.fetch",
+    "verify": "fetch.verify",
+    "repair": "fetch.repair",
+}
+"""Where each command is, in the order of the help."""
 
-    app.command("run")(run.run)
-    app.command("demo")(demo.demo)
-    app.command("serve")(serve.serve)
-    app.command("info")(info.info)
-    app.command("heat")(heat.heat)
-    app.command("warm")(warm.warm)
-    app.command("simulate")(simulate.simulate)
-    app.add_typer(bench.app, name="bench")
-    app.add_typer(store.app, name="store")
-    app.add_typer(setup.app, name="setup")
-    app.add_typer(drives.app, name="drives")
-    app.command("doctor")(doctor.doctor)
-    app.command("upgrade")(setup.upgrade)
-    app.command("fetch")(fetch.fetch)
-    app.command("verify")(fetch.verify)
-    app.command("repair")(fetch.repair)
+
+def _add_commands(arguments: Sequence[str]) -> None:
+    # Only what is called is imported: setting up or looking at drives need not wait a second for PyTorch.
+    wanted = next((text for text in arguments if not text.startswith("-")), "")
+    for name in [wanted] if wanted in _COMMANDS else _COMMANDS:
+        module, _, attribute = _COMMANDS[name].partition(".")
+        command = getattr(importlib.import_module(f"deltafin.cli.{module}"), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
 
 
 def main() -> None:
@@ -82,7 +95,7 @@ def main() -> None:
 def _run() -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     offline.guard()
-    _add_commands()
+    _add_commands(sys.argv[1:])
     try:
         code = app(standalone_mode=False)
         return code if isinstance(code, int) else ExitCode.OK

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deltafin import installs
-from deltafin.generation.engine import Engine, EngineOptions
 from deltafin.hub.client import Hub
 from deltafin.hub.supplier import supplier_for
 from deltafin.settings import Settings, load_settings
 from deltafin.store.types import IngestProgress
+
+if TYPE_CHECKING:
+    from deltafin.generation.engine import Engine, EngineOptions
 
 Model = Annotated[Path | None, typer.Option(help="Folder with the released Kimi K3 files, used in place.")]
 Store = Annotated[Path | None, typer.Option(help="Folder of an install made with `deltafin store create`.")]
@@ -62,6 +64,8 @@ def engine_options(
         reserve: bytes of the budget that are promised to others.
         trace: new file for the routes of every committed token.
     """
+    from deltafin.generation.engine import EngineOptions  # brings PyTorch along
+
     own = () if settings.draft_dir is None else (settings.draft_dir,)
     return EngineOptions(
         ram=None if settings.ram is None else int(settings.ram),
@@ -127,6 +131,8 @@ def open_engine(
     trace: Path | None = None,
 ) -> Engine:
     """Opens the engine, showing the loading of the spine on a terminal."""
+    from deltafin.generation.engine import Engine
+
     chosen = engine_options(settings, install, raw=raw, reserve=reserve, trace=trace)
     if not console.is_terminal:
         return Engine.open(install.home, chosen)
