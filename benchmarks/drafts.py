@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from deltafin import installs, kernels
+from deltafin.contract import Host, Native
 from deltafin.drafting.controller import DraftController
 from deltafin.drafting.economics import Economics, Experience
 from deltafin.drafting.proposal import Proposal
@@ -59,17 +59,17 @@ class Perfect:
         known = tuple(self._tokens[len(tokens) : len(tokens) + count])
         return Proposal(known, (1.0,) * len(known))
 
-    def commit(self, tokens: Sequence[int], taps: Sequence[torch.Tensor]) -> None:
+    def commit(self, tokens: Sequence[int], taps: Sequence[Native]) -> None:
         """Nothing to learn."""
 
     def reset(self, position: int) -> None:
         """Nothing to forget."""
 
-    def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Sequence[tuple[str, Host]]:
         """Nothing to save."""
         return []
 
-    def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, position: int, tensors: Mapping[str, Host]) -> None:
         """Nothing to take back."""
 
 

@@ -52,13 +52,13 @@ def decode(
 
             engine.experts.look_ahead = told  # type: ignore[method-assign]
             engine.experts.look_again = lambda layer, predict: None  # type: ignore[method-assign]
-        token = int(np.argmax(logits[-1].numpy()))
+        token = int(np.argmax(logits[-1]))
         started = time.perf_counter()
         logits = engine.target.forward([token], state)
         state.commit(1)
         engine.observe(1)
         seconds.append(time.perf_counter() - started)
-        digest.update(logits.numpy().tobytes())
+        digest.update(logits.tobytes())
         routes.append([ids[0].tolist() for ids in engine.target.routes])
     engine.experts.look_ahead, engine.experts.look_again = look, again  # type: ignore[method-assign]
     return seconds, digest.hexdigest(), routes

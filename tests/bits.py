@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
+from deltafin.contract import Rows
 from deltafin.generation.engine import Engine
-from deltafin.model.state import SequenceState
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,25 @@ def greedy(engine: Engine, prompt: Sequence[int], new: int, *, chunk: int | None
     is hashed is what blocks of that size compute.
     """
     chunk = chunk or engine.prefill_rows
-    state = SequenceState.empty(engine.config, engine.plan.context)
+    state = engine.backend.state(engine.config, engine.plan.context)
     digest = hashlib.sha256()
 
-    def step(tokens: Sequence[int], partial: bool = False) -> torch.Tensor:
+    def step(tokens: Sequence[int], partial: bool = False) -> Rows:
         logits = engine.target.forward(tokens, state, partial=partial)
-        digest.update(logits.numpy().tobytes())
+        digest.update(logits.tobytes())
         return logits
 
     for i in range(0, len(prompt), chunk):
         part = prompt[i : i + chunk]
         logits = step(part)
         state.commit(len(part))
-    pending = int(torch.argmax(logits[-1]))
+    pending = int(np.argmax(logits[-1]))
     decided = [pending]
     if width == 1:
         while len(decided) < new:
             logits = step([decided[-1]])
             state.commit(1)
-            decided.append(int(torch.argmax(logits[-1])))
+            decided.append(int(np.argmax(logits[-1])))
         return Trace(tuple(decided), digest.hexdigest())
     known = greedy(engine, prompt, new, chunk=chunk).tokens
     for i in range(0, new - 1, width):

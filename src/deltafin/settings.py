@@ -30,6 +30,8 @@ class Settings(BaseSettings):
     """Effective settings; ``sources`` tells where each came from.
 
     Attributes:
+        backend: what computes: ``auto`` (MLX on Apple Silicon, else PyTorch), ``torch`` or ``mlx``.
+        precision: of activations: ``auto``, ``bf16`` or ``fp32``; PyTorch computes in fp32 only.
         home: folder for what Deltafin itself keeps (built-in model's install, manifests of in-place models).
         model: folder with released files, used where they are.
         store: folder of an install's manifest.
@@ -63,6 +65,8 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
     home: Path = Field(default_factory=lambda: platformdirs.user_data_path("deltafin"))
+    backend: Literal["auto", "torch", "mlx"] = "auto"
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
     model: Path | None = None
     store: Path | None = None
     ram: ByteSize | None = Field(default=None, ge=1)

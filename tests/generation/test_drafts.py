@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from conftest import MINI
+from deltafin.contract import Host, Native, Rows
 from deltafin.drafting.controller import DraftController
 from deltafin.drafting.drafts import Drafts
 from deltafin.drafting.economics import Economics
@@ -45,8 +45,8 @@ def run(session: Session, ids: Sequence[int], new: int, stop: Sequence[int]) -> 
     digest = hashlib.sha256()
     original = Chooser.choose
 
-    def choose(self: Chooser, row: torch.Tensor, proposal: int | None = None) -> Decided:
-        digest.update(row.numpy().tobytes())
+    def choose(self: Chooser, row: Rows, proposal: int | None = None) -> Decided:
+        digest.update(row.tobytes())
         return original(self, row, proposal)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -171,7 +171,7 @@ class Hostile:
                     raise RuntimeError("broken")
         return Proposal(tuple(right), ())
 
-    def commit(self, tokens: Sequence[int], taps: Sequence[torch.Tensor]) -> None:
+    def commit(self, tokens: Sequence[int], taps: Sequence[Native]) -> None:
         if self.fault == "raises in commit" and self.rng.random() < 0.3:
             raise MemoryError("no room")
         for tap in taps:
@@ -181,10 +181,10 @@ class Hostile:
         if self.fault == "raises in reset":
             raise OSError("gone")
 
-    def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Sequence[tuple[str, Host]]:
         return []
 
-    def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, position: int, tensors: Mapping[str, Host]) -> None:
         raise ValueError("cannot")
 
 
@@ -281,7 +281,7 @@ class Verification(RuleBasedStateMachine):
         fresh.commit(len(self.tokens) - 1)
         assert fresh.position == self.state.position
         for (name, a), (_, b) in zip(fresh.tensors(), self.state.tensors(), strict=True):
-            assert torch.equal(a.view(torch.int32), b.view(torch.int32)), name
+            assert a.tobytes() == b.tobytes(), name
 
 
 @pytest.mark.parametrize("examples", [6, pytest.param(60, marks=pytest.mark.slow)])

@@ -103,8 +103,6 @@ def engine(mini_store: Path) -> Iterator[Engine]:
 def test_a_partial_commit_equals_having_computed_only_that_part(
     kept: int, engine: Engine, cases: list[list[int]]
 ) -> None:
-    import torch
-
     from deltafin.model.state import SequenceState
 
     prompt, block = cases[2][:40], cases[2][40:48]
@@ -119,6 +117,6 @@ def test_a_partial_commit_equals_having_computed_only_that_part(
         plain.commit(1)
     assert mixed.position == plain.position == len(prompt) + kept
     for (name, a), (_, b) in zip(mixed.tensors(), plain.tensors(), strict=True):
-        assert torch.equal(a.view(torch.int32), b.view(torch.int32)), name
+        assert a.tobytes() == b.tobytes(), name
     after = [engine.target.forward(cases[2][60:63], s) for s in (mixed, plain)]
-    assert torch.equal(after[0].view(torch.int32), after[1].view(torch.int32))
+    assert after[0].tobytes() == after[1].tobytes()

@@ -45,7 +45,7 @@ def engine_rows(home: Path, ids: list[int], *, chunk: int) -> list[npt.NDArray[n
         for i in range(0, len(ids), chunk):
             logits = engine.target.forward(ids[i : i + chunk], state)
             state.commit(len(logits))
-            parts.append([rows.numpy() for rows in engine.target.accumulators] + [logits.numpy()])
+            parts.append([rows.numpy() for rows in engine.target.accumulators] + [logits])
         return [np.concatenate(rows) for rows in zip(*parts, strict=True)]
 
 

@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
-import torch
+import safetensors.numpy
 
 from answers import answer, cold
 from deltafin.generation.engine import Engine, EngineOptions
@@ -106,7 +106,7 @@ def test_ram_is_bounded_and_rows_are_shared(engine: Engine, text: list[int]) -> 
     assert second.rows[0] is first.rows[0]
     alone = take(session.tokens[:120], session.tensors())
     for (name, a), (_, b) in zip(sorted(second.tensors().items()), sorted(alone.tensors().items()), strict=True):
-        assert torch.equal(a, b), name
+        assert np.array_equal(a, b), name
     one = sum(t.nbytes for t in alone.tensors().values())
     cache = PointCache(2 * one)
     cache.add(first)
@@ -123,8 +123,12 @@ def test_ram_is_bounded_and_rows_are_shared(engine: Engine, text: list[int]) -> 
     assert len(small) == small.nbytes == 0
 
 
+def files_in(engine: Engine, folder: Path, limit: int = BIG) -> PointFiles:
+    return PointFiles(folder, engine.store.identity, engine.backend.numerics(), limit)
+
+
 def restarted(engine: Engine, folder: Path) -> ReusingSession:
-    return ReusingSession(engine, PointCache(BIG), PointFiles(folder, engine.store.identity, BIG))
+    return ReusingSession(engine, PointCache(BIG), files_in(engine, folder))
 
 
 def saved(engine: Engine, folder: Path, prompt: list[int]) -> list[int]:
@@ -174,25 +178,25 @@ def test_a_damaged_file_means_a_full_pass(
     for path in state_files(tmp_path):
         path.write_bytes(damage(bytearray(path.read_bytes())))
     prompt = history + text[40:45]
-    assert PointFiles(tmp_path, engine.store.identity, BIG).find(as_tokens(prompt)) is None
+    assert files_in(engine, tmp_path).find(as_tokens(prompt)) is None
     assert not state_files(tmp_path)
     assert generate(restarted(engine, tmp_path), prompt) == (cold(engine, prompt, NEW), 0)
 
 
-def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], None]) -> None:
+def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, str]], None]) -> None:
     """Changes a file's content and gives it valid checksums."""
-    with safetensors.safe_open(path, framework="pt") as f:
+    with safetensors.safe_open(path, framework="np") as f:
         metadata = dict(f.metadata())
-        tensors = {name: f.get_tensor(name).clone() for name in f.keys()}  # noqa: SIM118
+        tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
     change(tensors, metadata)
     sums = {f"xxh3.{name}": files_module._checksum(name, t) for name, t in tensors.items()}
-    safetensors.torch.save_file(tensors, path, metadata={"key": metadata["key"], **sums})
+    safetensors.numpy.save_file(tensors, path, metadata={"key": metadata["key"], **sums})
 
 
 def test_a_state_without_its_recurrent_half_is_not_used(engine: Engine, text: list[int], tmp_path: Path) -> None:
     history = saved(engine, tmp_path, text[:40])
 
-    def forget(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    def forget(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         for name in [n for n in tensors if n.startswith("kda.") and n.endswith("recurrent")]:
             del tensors[name]
 
@@ -205,22 +209,22 @@ def test_a_state_without_its_recurrent_half_is_not_used(engine: Engine, text: li
 def test_a_state_of_other_shapes_types_or_arithmetic_is_not_used(
     engine: Engine, text: list[int], tmp_path: Path
 ) -> None:
-    def narrow(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    def narrow(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         name = next(n for n in tensors if n.endswith("recurrent"))
-        tensors[name] = tensors[name][:1].contiguous()
+        tensors[name] = tensors[name][:1].copy()
 
-    def double(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    def double(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         name = next(n for n in tensors if n.endswith("history"))
-        tensors[name] = tensors[name].double()
+        tensors[name] = tensors[name].astype(np.float64)
 
-    def other(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    def other(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         metadata["key"] = "0" * 32
 
-    def fewer(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    def fewer(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         name = next(n for n in tensors if n.endswith("rows"))
-        tensors[name] = tensors[name][:-1].contiguous()
+        tensors[name] = tensors[name][:-1].copy()
 
-    def others(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    def others(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         tensors["tokens"][3] += 1
 
     for i, change in enumerate((narrow, double, other, fewer, others)):
@@ -232,20 +236,18 @@ def test_a_state_of_other_shapes_types_or_arithmetic_is_not_used(
         assert generate(restarted(engine, folder), prompt) == (cold(engine, prompt, NEW), 0), change
 
 
-def test_another_model_or_build_finds_nothing(
-    engine: Engine, text: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_model_or_build_finds_nothing(engine: Engine, text: list[int], tmp_path: Path) -> None:
     saved(engine, tmp_path, text[:40])
-    assert PointFiles(tmp_path, "another", BIG).find(as_tokens(text[:60])) is None
-    assert PointFiles(tmp_path, engine.store.identity, BIG).find(as_tokens(text[:60])) is not None
-    monkeypatch.setattr(files_module, "numerics", lambda: "other arithmetic")
-    assert PointFiles(tmp_path, engine.store.identity, BIG).find(as_tokens(text[:60])) is None
+    identity, numerics = engine.store.identity, engine.backend.numerics()
+    assert PointFiles(tmp_path, "another", numerics, BIG).find(as_tokens(text[:60])) is None
+    assert PointFiles(tmp_path, identity, numerics, BIG).find(as_tokens(text[:60])) is not None
+    assert PointFiles(tmp_path, identity, "other arithmetic", BIG).find(as_tokens(text[:60])) is None
 
 
 def test_disk_use_is_bounded_and_the_oldest_goes_first(engine: Engine, text: list[int], tmp_path: Path) -> None:
     saved(engine, tmp_path / "probe", text[:40])
     one = max(p.stat().st_size for p in state_files(tmp_path / "probe"))
-    files = PointFiles(tmp_path / "bounded", engine.store.identity, 3 * one + one // 2)
+    files = files_in(engine, tmp_path / "bounded", 3 * one + one // 2)
     session = engine.session()
     for start in range(6):
         answer(session.generate(text[start : start + 40], max_new=1, stop=()))
@@ -259,7 +261,7 @@ def test_disk_use_is_bounded_and_the_oldest_goes_first(engine: Engine, text: lis
 
 def test_a_folder_that_cannot_be_written_costs_only_the_files(engine: Engine, text: list[int], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    session = ReusingSession(engine, PointCache(BIG), PointFiles(tmp_path / "file", engine.store.identity, BIG))
+    session = ReusingSession(engine, PointCache(BIG), files_in(engine, tmp_path / "file"))
     assert generate(session, text[:20])[0] == cold(engine, text[:20], NEW)
     session.close()
     assert session.files_failure
@@ -267,16 +269,16 @@ def test_a_folder_that_cannot_be_written_costs_only_the_files(engine: Engine, te
 
 _WRITER = """
 import sys
-import numpy as np, torch
+import numpy as np
 from pathlib import Path
 from deltafin.sessions.files import PointFiles
 from deltafin.sessions.points import Point, Rows, as_tokens
-files = PointFiles(Path(sys.argv[1]), "model", 1 << 30)
+files = PointFiles(Path(sys.argv[1]), "model", "arithmetic", 1 << 30)
 print("ready", flush=True)
 n = 0
 while True:
     tokens = as_tokens([n, 2, 3])
-    files._write(Point(tokens, {"a": torch.full((1 << 19,), float(n))}, (Rows(0, 3, {"b.rows": torch.ones(3, 4)}),)))
+    files._write(Point(tokens, {"a": np.full(1 << 19, n, np.float32)}, (Rows(0, 3, {"b.rows": np.ones((3, 4))}),)))
     n += 1
 """
 
@@ -291,11 +293,11 @@ def test_killed_while_saving(tmp_path: Path) -> None:
         time.sleep(rng.uniform(0.02, 0.2))
         child.send_signal(signal.SIGKILL)
         child.wait()
-    files = PointFiles(tmp_path, "model", 1 << 30)
+    files = PointFiles(tmp_path, "model", "arithmetic", 1 << 30)
     found = state_files(tmp_path)
     assert found
     for path in found:
-        n = int(np.asarray(safetensors.torch.load_file(path)["tokens"])[0])
+        n = int(np.asarray(safetensors.numpy.load_file(path)["tokens"])[0])
         point = files.find(as_tokens([n, 2, 3, 4]))
         assert point is not None
         assert float(point.fixed["a"][0]) == n
@@ -304,7 +306,7 @@ def test_killed_while_saving(tmp_path: Path) -> None:
 
 
 def test_a_file_being_written_by_a_living_process_is_left_alone(tmp_path: Path) -> None:
-    files = PointFiles(tmp_path, "model", 1 << 30)
+    files = PointFiles(tmp_path, "model", "arithmetic", 1 << 30)
     files.folder.mkdir(parents=True)
     mine, dead = files.folder / f"3-{'0' * 32}.{os.getpid()}.tmp", files.folder / f"3-{'1' * 32}.{1 << 22}.tmp"
     for path in (mine, dead):

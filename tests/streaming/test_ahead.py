@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from deltafin.errors import SliceCorruptError
 from deltafin.generation.engine import Engine, EngineOptions, heat_file
@@ -31,8 +30,8 @@ def run(engine: Engine, prompt: list[int], *, between: Any = None) -> tuple[list
         logits = engine.target.forward(pending, state)
         state.commit(len(pending))
         engine.observe(len(pending))
-        bits += logits.numpy().tobytes()
-        pending = [int(torch.argmax(logits[-1]))]
+        bits += logits.tobytes()
+        pending = [int(np.argmax(logits[-1]))]
         tokens += pending
         if between:
             between(engine)
@@ -160,8 +159,8 @@ def test_the_routes_of_a_rejected_draft_are_a_guess(
             logits = engine.target.forward(pending + drafted, state, partial=bool(drafted))
             state.commit(len(pending))
             engine.observe(len(pending))
-            bits += logits[: len(pending)].numpy().tobytes()
-            pending = [int(torch.argmax(logits[len(pending) - 1]))]
+            bits += logits[: len(pending)].tobytes()
+            pending = [int(np.argmax(logits[len(pending) - 1]))]
             tokens += pending
         assert (tokens, bits) == plain
         seen = {name for layer in engine.experts.prefetch_policy.report() for name in layer}
@@ -232,7 +231,7 @@ def test_a_trace_holds_the_routes_of_committed_tokens(
 ) -> None:
     with Engine.open(mini_store, EngineOptions(context=256, trace=tmp_path / "t")) as engine:
         assert run(engine, prompt) == plain
-        last = np.stack([ids.numpy() for ids in engine.target.routes], axis=1)
+        last = np.stack(engine.target.routes, axis=1)
     trace = read_trace(tmp_path / "t")
     assert trace.routes.shape == (len(prompt) + NEW - 1, 8, 16)
     assert (trace.routes[-1] == last[-1]).all()

@@ -24,8 +24,8 @@ from deltafin.bench.synthetic import released_config, write_synthetic_checkpoint
 from deltafin.checkpoint.config import K3Config
 from deltafin.checkpoint.inventory import spine_inventory
 from deltafin.errors import DriveFullError, UsageError
+from deltafin.expert_layout import ExpertLayout
 from deltafin.generation.engine import Engine, EngineOptions
-from deltafin.kernels.layout import ExpertLayout
 from deltafin.model.state import SequenceState
 from deltafin.store.buffers import aligned_memory
 from deltafin.store.create import create_store

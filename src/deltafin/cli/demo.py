@@ -21,12 +21,14 @@ _RAW = ("Speculative decoding uses",)
 
 
 def demo(
+    backend: options.Backend = None,
+    precision: options.Precision = None,
     ram: options.Ram = None,
     threads: options.Threads = None,
 ) -> None:
     """Show the engine at work on the built-in miniature K3: every routed expert is read from disk and checked."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    settings, _ = options.settings_from(ram=ram, threads=threads)
+    settings, _ = options.settings_from(backend=backend, precision=precision, ram=ram, threads=threads)
     with options.ingest_progress(console) as progress:
         install = installs.embedded(settings, progress)
     say = Console(highlight=False, soft_wrap=True)

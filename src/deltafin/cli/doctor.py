@@ -18,15 +18,16 @@ _STYLES = {Level.OK: "green", Level.NOTE: "dim", Level.WARN: "yellow", Level.FAI
 
 
 def doctor(
+    backend: options.Backend = None,
     store: options.Store = None,
     deep: Annotated[bool, typer.Option("--deep", help="Read every slice and compare its checksum.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check machine, runtime, install, drafts and sessions. Changes nothing and contacts nothing."""
-    settings, _ = options.settings_from(store=store)
+    settings, _ = options.settings_from(backend=backend, store=store)
     home = settings.store or settings.home / "store"
     with shown_progress("nothing was changed") as show:
-        findings = list(room.examine(home, settings.home, deep=deep, progress=show))
+        findings = list(room.examine(home, settings.home, backend=settings.backend, deep=deep, progress=show))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

@@ -9,14 +9,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deltafin import __version__, installs, kernels
+from deltafin import __version__, installs
+from deltafin.backends import open_backend
 from deltafin.cli import options, show
-from deltafin.generation.engine import default_threads, heat_file, plan_with_draft
+from deltafin.generation.engine import heat_file, plan_with_draft
 from deltafin.history.heat import load
+from deltafin.residency.machine import default_threads
 from deltafin.store.store import Store
 
 
 def info(
+    backend: options.Backend = None,
+    precision: options.Precision = None,
     model: options.Model = None,
     store: options.Store = None,
     ram: options.Ram = None,
@@ -29,6 +33,8 @@ def info(
 ) -> None:
     """Show what is installed, the memory plan and the usable context."""
     settings, sources = options.settings_from(
+        backend=backend,
+        precision=precision,
         model=model,
         store=store,
         ram=ram,
@@ -40,6 +46,7 @@ def info(
     )
     with options.ingest_progress(Console(stderr=True)) as progress:
         install = installs.resolve(settings, progress)
+    computes = open_backend(settings.backend, settings.precision)
     with Store.open(install.home, depth=settings.depth) as opened:
         raw = settings.draft == "qwen"
         plan, found, status = plan_with_draft(opened, options.engine_options(settings, install, raw=raw))
@@ -55,7 +62,8 @@ def info(
             "experts_per_layer": config.experts,
             "experts_per_token": config.experts_per_token,
             "expert_bytes": opened.expert_layout.nbytes,
-            "kernels": kernels.isa(),
+            "backend": computes.name,
+            "kernels": computes.describe(),
             "threads": settings.threads or default_threads(),
             "draft": {"kind": found.kind if found else None, "bytes": found.nbytes if found else 0, "status": status},
             "usable_context": plan.context,
@@ -78,7 +86,7 @@ def info(
         typer.echo(json.dumps(facts, indent=2))
         return
     out = Console(highlight=False, soft_wrap=True)
-    out.print(f"Deltafin {__version__}, kernels {facts['kernels']}, {facts['threads']} threads", markup=False)
+    out.print(f"Deltafin {__version__}, {facts['kernels']}, {facts['threads']} threads", markup=False)
     out.print(
         f"{install.label}: {config.layers} layers, {config.experts} experts a layer, {config.experts_per_token} a token"
     )

@@ -20,6 +20,10 @@ from deltafin.store.types import IngestProgress
 if TYPE_CHECKING:
     from deltafin.generation.engine import Engine, EngineOptions
 
+Backend = Annotated[str | None, typer.Option(help="What computes: auto, torch or mlx. [default: auto]")]
+Precision = Annotated[
+    str | None, typer.Option(help="Activations of the mlx backend: bf16 (as K3 is served) or fp32. [default: auto]")
+]
 Model = Annotated[Path | None, typer.Option(help="Folder with the released Kimi K3 files, used in place.")]
 Store = Annotated[Path | None, typer.Option(help="Folder of an install made with `deltafin store create`.")]
 Ram = Annotated[
@@ -64,10 +68,12 @@ def engine_options(
         reserve: bytes of the budget that are promised to others.
         trace: new file for the routes of every committed token.
     """
-    from deltafin.generation.engine import EngineOptions  # brings PyTorch along
+    from deltafin.generation.engine import EngineOptions  # only when an engine is wanted
 
     own = () if settings.draft_dir is None else (settings.draft_dir,)
     return EngineOptions(
+        backend=settings.backend,
+        precision=settings.precision,
         ram=None if settings.ram is None else int(settings.ram),
         threads=settings.threads,
         context=settings.context,

@@ -37,6 +37,8 @@ def run(
     reasoning_effort: Annotated[
         str | None, typer.Option(help="Thinking in chats: low, high, max or none. [default: max]")
     ] = None,
+    backend: options.Backend = None,
+    precision: options.Precision = None,
     model: options.Model = None,
     store: options.Store = None,
     ram: options.Ram = None,
@@ -55,6 +57,8 @@ def run(
 ) -> None:
     """Generate text: from --prompt, --prompt-file or standard input. Greedy and reproducible."""
     settings, _ = options.settings_from(
+        backend=backend,
+        precision=precision,
         model=model,
         store=store,
         ram=ram,

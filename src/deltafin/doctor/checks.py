@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 
+from deltafin.backends import BackendChoice, apple_silicon, choose, open_backend
+from deltafin.contract import BackendName
 from deltafin.doctor.finding import Finding, Level, failed
 from deltafin.doctor.mac import examine_mac
 from deltafin.errors import DeltafinError, ExitCode
@@ -33,21 +34,27 @@ _MOST_LISTED = 10
 
 
 def examine(
-    home: Path, data: Path, *, deep: bool = False, progress: Callable[[IngestProgress], None] | None = None
+    home: Path,
+    data: Path,
+    *,
+    backend: BackendChoice = "auto",
+    deep: bool = False,
+    progress: Callable[[IngestProgress], None] | None = None,
 ) -> Iterator[Finding]:
     """Runs all checks.
 
     Args:
         home: the install's folder; one that holds no install is a finding.
         data: Deltafin's own folder, with heat and states.
+        backend: whose runtime is looked at.
         deep: read every slice and compare its checksum, at drive speed.
         progress: for the deep check.
 
     Yields:
         Findings, area by area.
     """
-    yield from _machine()
-    yield from _runtime()
+    yield from _machine(choose(backend))
+    yield from _runtime(backend)
     manifest = None
     try:
         found = find_home(home)
@@ -70,7 +77,7 @@ def examine(
     yield from _sessions(data)
 
 
-def _machine() -> Iterator[Finding]:
+def _machine(backend: BackendName) -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     size = f"{memory.total / 1e9:,.0f} GB of memory, {memory.available / 1e9:,.0f} GB free"
     if memory.total < _LEAST_MEMORY:
@@ -85,43 +92,37 @@ def _machine() -> Iterator[Finding]:
         yield Finding("machine", Level.OK, size, "the full model's spine fits")
     cores = psutil.cpu_count(logical=False) or 1
     yield Finding("machine", Level.OK, f"{cores} cores, {platform.machine()}, {platform.system()} {platform.release()}")
-    yield _gpu()
+    yield _gpu(backend)
 
 
-def _gpu() -> Finding:
-    import torch
-
-    if torch.cuda.is_available():
-        names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
-        return Finding("machine", Level.OK, f"{torch.cuda.device_count()} CUDA device(s): {', '.join(names)}")
-    if sys.platform == "darwin" and platform.machine() == "arm64":
+def _gpu(backend: BackendName) -> Finding:
+    if apple_silicon():
         return Finding("machine", Level.OK, "Apple Silicon GPU")
+    if backend == "torch":
+        import torch
+
+        if torch.cuda.is_available():
+            names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
+            return Finding("machine", Level.OK, f"{torch.cuda.device_count()} CUDA device(s): {', '.join(names)}")
     return Finding("machine", Level.NOTE, "no GPU", "the CPU computes; reading experts usually takes longer than that")
 
 
-def _runtime() -> Iterator[Finding]:
-    import torch
-
+def _runtime(choice: BackendChoice) -> Iterator[Finding]:
     import deltafin
 
-    yield Finding(
-        "runtime",
-        Level.OK,
-        f"Deltafin {deltafin.__version__}, Python {platform.python_version()}, PyTorch {torch.__version__}",
-    )
+    version = f"Deltafin {deltafin.__version__}, Python {platform.python_version()}"
     try:
-        from deltafin import kernels
-        from deltafin.kernels import selftest
-
-        selftest.check()
-        yield Finding("runtime", Level.OK, f"kernels ({kernels.isa()}) agree with their reference")
+        backend = open_backend(choice)
+        yield Finding("runtime", Level.OK, f"{version}, {backend.describe()}")
+        backend.prepare(None)
+        yield Finding("runtime", Level.OK, f"the {backend.name} backend's kernels agree with their reference")
     except DeltafinError as e:
-        yield failed("runtime", e, "nothing can be computed with these kernels")
+        yield failed("runtime", e, "nothing can be computed with this backend")
     except ImportError as e:
         yield Finding(
             "runtime",
             Level.FAIL,
-            f"the native kernels are missing: {e}",
+            f"{version}: the backend cannot be loaded: {e}",
             "nothing can be computed",
             "reinstall with a C++ compiler: pip install --force-reinstall --no-deps .",
             ExitCode.MACHINE,

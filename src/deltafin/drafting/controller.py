@@ -10,8 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
-
+from deltafin.contract import Host, Native
 from deltafin.drafting.economics import DraftReport, Economics, PassCost
 from deltafin.drafting.proposal import Proposal
 
@@ -28,21 +27,21 @@ class DraftSource(Protocol):
     def propose(self, tokens: Sequence[int], count: int) -> Proposal:
         """Guesses up to ``count`` tokens after ``tokens``, whose last one the target has not processed yet."""
 
-    def commit(self, tokens: Sequence[int], taps: Sequence[torch.Tensor]) -> None:
+    def commit(self, tokens: Sequence[int], taps: Sequence[Native]) -> None:
         """Told of newly committed ``tokens``.
 
         Args:
-            taps: the target's accumulators at the tapped layers, bf16 [n, hidden] each, of the last n of ``tokens``
-                (all of them except in long prompts).
+            taps: the target's accumulators at the tapped layers, native bf16 [n, hidden] each, of the last n of
+                ``tokens`` (all of them except in long prompts).
         """
 
     def reset(self, position: int) -> None:
         """The next committed token is the one at ``position``; earlier ones are unknown or of no use."""
 
-    def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Sequence[tuple[str, Host]]:
         """What the source remembers of the committed tokens, as named views; empty when it needs nothing."""
 
-    def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, position: int, tensors: Mapping[str, Host]) -> None:
         """The sequence continues behind ``position`` tokens; ``tensors`` are those of ``tensors()`` then."""
 
 
@@ -113,7 +112,7 @@ class DraftController:
             self._economics.observe_step(offered, accepted, self._last.confidence, committed, seconds)
         self._last = Proposal((), ())
 
-    def commit(self, tokens: Sequence[int], taps: Sequence[torch.Tensor]) -> None:
+    def commit(self, tokens: Sequence[int], taps: Sequence[Native]) -> None:
         """Told of committed tokens, prefill included; see ``DraftSource.commit``."""
         if self.failure is not None or not tokens:
             return
@@ -131,7 +130,7 @@ class DraftController:
         except Exception as e:
             self._fail(e)
 
-    def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Sequence[tuple[str, Host]]:
         """What the source remembers, to be kept with K3's state; empty after a failure."""
         if self.failure is not None:
             return []
@@ -141,7 +140,7 @@ class DraftController:
             self._fail(e)
             return []
 
-    def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, position: int, tensors: Mapping[str, Host]) -> None:
         """Continues behind ``position`` tokens with saved ``tensors``, or from there on when they are not usable."""
         self.reset(position)
         if tensors and self.failure is None:

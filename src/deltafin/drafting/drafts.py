@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from deltafin.checkpoint.config import K3Config
-from deltafin.drafting import dspark_files, dspark_weights, qwen_files
+from deltafin.contract import BackendName, Native
+from deltafin.drafting import dspark_files, qwen_files
 from deltafin.drafting.controller import DraftController, DraftSource
-from deltafin.drafting.dspark import DSpark, DSparkSource
 from deltafin.drafting.economics import Economics, Experience
 from deltafin.errors import DeltafinError, DraftError
 from deltafin.text.tokenizer import K3Tokenizer
@@ -25,6 +23,13 @@ CONTEXT_ROWS = 8192
 """Most context rows of a DSpark draft; later rows overwrite the oldest."""
 
 MAX_WIDTH = dspark_files.BLOCK
+
+_SOURCES: dict[tuple[BackendName, str], str] = {
+    ("torch", "dspark"): "deltafin.drafting.dspark",
+    ("torch", "qwen"): "deltafin.drafting.qwen",
+    ("mlx", "dspark"): "deltafin.apple.dspark",
+    ("mlx", "qwen"): "deltafin.apple.qwen",
+}
 # Only installs whose passes take seconds earn back what importing transformers costs.
 _SMALL_SPINE = 1 << 30
 
@@ -148,10 +153,11 @@ class Drafts:
         cls,
         found: Candidate,
         config: K3Config,
+        backend: BackendName,
         *,
         metadata: Path,
-        embed: Callable[[Sequence[int]], torch.Tensor],
-        lm_head: torch.Tensor | None,
+        embed: Callable[[Sequence[int]], Native],
+        lm_head: Native | None,
         context: int,
         width: int,
         always: bool = False,
@@ -160,26 +166,30 @@ class Drafts:
 
         Args:
             found: from ``find``.
+            backend: whose arithmetic and arrays the draft uses; nothing of another one is imported.
             metadata: folder with K3's tokenizer files.
-            embed: K3's embedding rows, ids → fp32 [n, hidden].
-            lm_head: K3's head, when ``found`` needs it.
+            embed: K3's embedding rows as activations, ids → native [n, hidden].
+            lm_head: K3's head, native bf16 [vocab, hidden], when ``found`` needs it.
             context: positions of the memory plan.
 
         Raises:
             DraftError, TensorFileError: the files cannot be used.
         """
+        # Imported only now: a draft brings its backend's framework along, and perhaps optional packages.
+        try:
+            module = import_module(_SOURCES[backend, found.kind])
+        except ModuleNotFoundError as e:
+            raise DraftError(
+                f"a {found.kind} draft cannot be used with the {backend} backend here ({e})",
+                remedy="install the missing package, or use --draft off",
+            ) from None
         source: Callable[[], DraftSource]
         if found.kind == "dspark":
             assert lm_head is not None
-            weights = dspark_weights.load(found.folder, dspark_files.read_config(found.folder, config))
-            make = partial(DSpark, weights, embed, lm_head, capacity=min(context, CONTEXT_ROWS))
-            source = lambda: DSparkSource(make())  # noqa: E731
+            values = dspark_files.read_config(found.folder, config)
+            source = module.dspark_source(found.folder, values, embed, lm_head, min(context, CONTEXT_ROWS))
         else:
-            # Optional packages, whose import takes seconds.
-            from deltafin.drafting.qwen import load_models
-            from deltafin.drafting.qwen_text import QwenSource
-
-            source = partial(QwenSource, load_models(found.folder), K3Tokenizer.load(metadata, config))
+            source = module.qwen_source(found.folder, K3Tokenizer.load(metadata, config))
         return cls(found.kind, source, vocab_size=config.vocab_size, width=width, always=always)
 
     def controller(self) -> DraftController:

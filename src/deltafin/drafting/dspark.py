@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn import functional
 
 from deltafin import kernels
+from deltafin.contract import Host
+from deltafin.drafting.controller import DraftSource
 from deltafin.drafting.dspark_files import BLOCK, PENDING_ROWS, DSparkConfig, yarn
-from deltafin.drafting.dspark_weights import DSparkLayer, DSparkWeights
+from deltafin.drafting.dspark_weights import DSparkLayer, DSparkWeights, load
 from deltafin.drafting.proposal import Proposal
 
 Embed = Callable[[Sequence[int]], torch.Tensor]
@@ -260,10 +263,22 @@ class DSparkSource:
         """Forgets all context."""
         self._draft.reset(position)
 
-    def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Sequence[tuple[str, Host]]:
         """The context, for a saved session."""
-        return [("context", self._draft.rows())]
+        return [("context", self._draft.rows().numpy())]
 
-    def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, position: int, tensors: Mapping[str, Host]) -> None:
         """Takes back a saved context."""
-        self._draft.restore(position, tensors["context"])
+        self._draft.restore(position, torch.tensor(tensors["context"]))
+
+
+def dspark_source(
+    folder: Path, config: DSparkConfig, embed: Embed, lm_head: torch.Tensor, capacity: int
+) -> Callable[[], DraftSource]:
+    """Reads the weights; what is returned makes a source for each session.
+
+    Raises:
+        DraftError, TensorFileError: the files cannot be used.
+    """
+    weights = load(folder, config)
+    return lambda: DSparkSource(DSpark(weights, embed, lm_head, capacity=capacity))

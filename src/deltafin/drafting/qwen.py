@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from torch import nn
 
 from deltafin import kernels
 from deltafin.checkpoint.tensorfile import SINGLE_NAME, read_bounded
+from deltafin.drafting.controller import DraftSource
 from deltafin.drafting.qwen_files import CACHE_POSITIONS, MAX_TOKENIZER_BYTES, QwenFiles, check, model_folders
+from deltafin.drafting.qwen_text import QwenSource
 from deltafin.errors import DraftError
+from deltafin.text.tokenizer import K3Tokenizer
 
 _PREFILL = 512
 
@@ -148,3 +152,15 @@ def load_models(folder: Path) -> list[QwenModel]:
         DraftError, TensorFileError: they cannot be used.
     """
     return [QwenModel(check(f)) for f in model_folders(folder)]
+
+
+def qwen_source(folder: Path, tokenizer: K3Tokenizer) -> Callable[[], DraftSource]:
+    """Loads the models in ``folder``; what is returned makes a source for each session.
+
+    Args:
+        tokenizer: K3's.
+
+    Raises:
+        DraftError, TensorFileError: they cannot be used.
+    """
+    return partial(QwenSource, load_models(folder), tokenizer)

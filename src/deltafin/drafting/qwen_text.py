@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
+from deltafin.contract import Host, Native
 from deltafin.drafting.proposal import Proposal
 from deltafin.text.tokenizer import K3Tokenizer
 
@@ -116,15 +117,15 @@ class QwenSource:
         first = probe()
         return Proposal(combine(count, first, wide[0]) if wide else first.ids, ())
 
-    def commit(self, tokens: Sequence[int], taps: Sequence[Any]) -> None:
+    def commit(self, tokens: Sequence[int], taps: Sequence[Native]) -> None:
         """Nothing to note: the history comes with every proposal."""
 
     def reset(self, position: int) -> None:
         """Nothing to forget: the cache keeps what the next text shares with the last one."""
 
-    def tensors(self) -> Sequence[tuple[str, Any]]:
+    def tensors(self) -> Sequence[tuple[str, Host]]:
         """Nothing to save."""
         return []
 
-    def restore(self, position: int, tensors: Mapping[str, Any]) -> None:
+    def restore(self, position: int, tensors: Mapping[str, Host]) -> None:
         """Nothing to take back."""

@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from deltafin.contract import Rows
 from deltafin.generation.events import TokenLogprobs
 
 Row = npt.NDArray[np.float32]
@@ -45,14 +45,13 @@ class Chooser:
         self._constraint = constraint
         self._logprobs = logprobs
 
-    def choose(self, row: torch.Tensor, proposal: int | None = None) -> Decided:
+    def choose(self, logits: Row, proposal: int | None = None) -> Decided:
         """K3's choice: the largest allowed logit, the smallest id among equals; and its distance to the runner-up.
 
         Args:
-            row: logits, fp32 [vocab].
+            logits: fp32 [vocab].
             proposal: what a draft expected here.
         """
-        logits: Row = row.numpy()
         values = logits
         if self._constraint is not None and (allowed := self._constraint.allowed()) is not None:
             values = np.where(allowed, logits, np.float32(-np.inf))
@@ -65,7 +64,7 @@ class Chooser:
         report = None if self._logprobs is None else logprobs_of(logits, token, self._logprobs)
         return Decided(token, float(best - second), token == proposal, report)
 
-    def verify(self, logits: torch.Tensor, proposals: Sequence[int], stop: Collection[int]) -> list[Decided]:
+    def verify(self, logits: Rows, proposals: Sequence[int], stop: Collection[int]) -> list[Decided]:
         """K3's own choices for as long as the proposals agree with them, ending after the first stop token.
 
         Args:

@@ -10,19 +10,16 @@ from types import TracebackType
 
 import numpy as np
 import psutil
-import torch
 
-from deltafin import kernels
+from deltafin.backends import BackendChoice, Precision, open_backend
 from deltafin.checkpoint.config import K3Config
+from deltafin.contract import Backend, Target
 from deltafin.drafting.drafts import CONTEXT_ROWS, MAX_WIDTH, Candidate, DraftChoice, Drafts, find
 from deltafin.errors import DeltafinError, MemoryBudgetError
 from deltafin.generation.session import Session
 from deltafin.history.heat import Heat, load
 from deltafin.history.recorder import RouteRecorder
 from deltafin.history.trace import TraceShape, TraceWriter
-from deltafin.kernels import selftest
-from deltafin.model.target import Target
-from deltafin.model.weights import head_weights
 from deltafin.residency.budget import MemoryPlan, plan_memory
 from deltafin.residency.machine import MemoryWatch, available_memory, free_memory
 from deltafin.residency.usage import UseModel
@@ -45,6 +42,8 @@ class EngineOptions:
     """What a user may choose about an engine; None means decided here.
 
     Attributes:
+        backend: what computes; ``auto`` is MLX on Apple Silicon, PyTorch elsewhere.
+        precision: of activations, where the backend has a choice.
         ram: bytes for the whole process; None takes four fifths of what the machine has free.
         threads: compute threads; None takes the physical cores.
         context: positions of prompt and reply together.
@@ -65,6 +64,8 @@ class EngineOptions:
         supplier: makes what brings absent or damaged slices, see ``Store.open``.
     """
 
+    backend: BackendChoice = "auto"
+    precision: Precision = "auto"
     ram: int | None = None
     threads: int | None = None
     context: int | None = None
@@ -95,8 +96,9 @@ class Engine:
         draft_status: which draft is used, or why there is none.
     """
 
-    def __init__(self, store: Store, options: EngineOptions) -> None:
+    def __init__(self, store: Store, options: EngineOptions, backend: Backend) -> None:
         self.store = store
+        self.backend = backend
         self.config: K3Config = store.config
         self.stop = StopFlag()
         self.options = options
@@ -115,12 +117,18 @@ class Engine:
             stop=self.stop,
             model=model,
             ahead=options.prefetch,
+            frames=backend.frames,
         )
-        self.spine = Spine(store, resident=self.plan.resident_units, buffers=self.plan.stream_buffers, stop=self.stop)
+        self.spine = Spine(
+            store,
+            backend.spine_memory(),
+            resident=self.plan.resident_units,
+            buffers=self.plan.stream_buffers,
+            stop=self.stop,
+        )
         order = {layer: store.file_order(layer, range(self.config.experts)) for layer in self.config.moe_layers}
-        self.target = Target(
-            self.config,
-            store.expert_layout,
+        self.target: Target = backend.target(
+            store,
             self.spine,
             self.experts,
             file_order=order.__getitem__,
@@ -146,18 +154,17 @@ class Engine:
         Raises:
             StoreError, CheckpointError: the install cannot be used.
             MemoryBudgetError: the budget cannot hold what K3 needs.
-            MachineError: a kernel disagrees with its reference on this machine.
+            MachineError: the backend is not installed, or a kernel disagrees with its reference on this machine.
+            UsageError: the backend does not compute in the chosen precision.
         """
         options = options or EngineOptions()
-        kernels.set_threads(options.threads or default_threads())
-        # Our kernels do the heavy work on their own threads; PyTorch's would only compete with them and the readers.
-        torch.set_num_threads(1)
-        selftest.check()
+        backend = open_backend(options.backend, options.precision)
+        backend.prepare(options.threads)
         store = Store.open(
             home, depth=options.depth, max_bytes_per_s=options.max_bytes_per_s, supplier=options.supplier
         )
         try:
-            engine = cls(store, options)
+            engine = cls(store, options, backend)
             done = 0
             for _, size in engine.spine.load():
                 done += size
@@ -178,14 +185,12 @@ class Engine:
         found, options = self._draft, self.options
         if found is None:
             return
-        lm_head = None
-        if found.needs_head:
-            with self.spine.unit("head") as unit:
-                lm_head = head_weights(unit).lm_head
+        lm_head = self.backend.lm_head(self.spine) if found.needs_head else None
         try:
             self.drafts = Drafts.load(
                 found,
                 self.config,
+                self.backend.name,
                 metadata=self.store.metadata_dir,
                 embed=self.spine.embedding,
                 lm_head=lm_head,
@@ -205,7 +210,7 @@ class Engine:
 
         Also the moment between two passes at which the tier follows the machine's free memory.
         """
-        rows = np.stack([ids.numpy() for ids in self.target.routes], axis=1)
+        rows = np.stack(self.target.routes, axis=1)
         routes = rows[:count]
         self.experts.observe(routes, rows[count] if len(rows) > count else None)
         self.recorder.observe(routes)
@@ -250,15 +255,6 @@ def recorder_for(store: Store, options: EngineOptions) -> tuple[RouteRecorder, U
     recorder = RouteRecorder(Heat.empty(model, layers, experts), heat_path, trace)
     recorder.problem = known.problem
     return recorder, UseModel(layers, experts, heat=known.counts, heat_tokens=known.tokens)
-
-
-def default_threads() -> int:
-    """Physical cores this process may use."""
-    cores = psutil.cpu_count(logical=False) or 1
-    try:
-        return max(1, min(cores, len(psutil.Process().cpu_affinity())))
-    except AttributeError:  # macOS has no affinity
-        return cores
 
 
 def plan_for(store: Store, options: EngineOptions) -> MemoryPlan:

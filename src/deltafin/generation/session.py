@@ -10,8 +10,9 @@ import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
+from deltafin.contract import Host, Routes, Rows, State
 from deltafin.drafting.controller import DraftController
 from deltafin.drafting.economics import PassCost
 from deltafin.errors import InputError, Interrupted
@@ -27,7 +28,6 @@ from deltafin.generation.events import (
     TokenDecided,
 )
 from deltafin.macos.priority import raise_thread
-from deltafin.model.state import SequenceState
 
 if TYPE_CHECKING:
     from deltafin.generation.engine import Engine
@@ -46,9 +46,9 @@ class Session:
         self._engine = engine
         self.drafter = drafter
         self.tokens: list[int] = []
-        self.state = SequenceState.empty(engine.config, engine.plan.context)
+        self.state: State = engine.backend.state(engine.config, engine.plan.context)
         # Logits of the last committed position, kept at the end of a prompt: the same prompt again needs no pass.
-        self._logits: torch.Tensor | None = None
+        self._logits: Host | None = None
 
     def generate(
         self,
@@ -145,7 +145,7 @@ class Session:
         enough = position < len(prompt) or (position == len(prompt) and self._logits is not None)
         return position if enough and list(prompt[:position]) == self.tokens[:position] else 0
 
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+    def tensors(self) -> list[tuple[str, Host]]:
         """The state at the committed position as (name, tensor) pairs, views; names that end in ``.rows`` hold one row
         for each position, names that begin with ``draft.`` are the draft's."""
         out = list(self.state.tensors())
@@ -155,7 +155,7 @@ class Session:
             out += [(f"draft.{name}", tensor) for name, tensor in self.drafter.tensors()]
         return out
 
-    def restore(self, tokens: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> bool:
+    def restore(self, tokens: Sequence[int], tensors: Mapping[str, Host]) -> bool:
         """Puts the session behind ``tokens``; the inverse of ``tensors``. What does not fit leaves it empty.
 
         Returns:
@@ -164,9 +164,7 @@ class Session:
         self._clear()
         logits = tensors.get("logits")
         try:
-            if logits is not None and (
-                logits.shape != (self._engine.config.vocab_size,) or logits.dtype != torch.float32
-            ):
+            if logits is not None and (logits.shape != (self._engine.config.vocab_size,) or logits.dtype != np.float32):
                 raise ValueError("logits of another model")
             self.state.restore(len(tokens), tensors)
         except (KeyError, ValueError):
@@ -181,12 +179,12 @@ class Session:
 
     def _clear(self) -> None:
         self.tokens, self._logits = [], None
-        self.state = SequenceState.empty(self._engine.config, self.state.context)
+        self.state = self._engine.backend.state(self._engine.config, self.state.context)
         self._engine.recorder.new_sequence()
         if self.drafter is not None:
             self.drafter.reset()
 
-    def _prefill(self, meter: _Meter) -> Generator[Event, None, torch.Tensor]:
+    def _prefill(self, meter: _Meter) -> Generator[Event, None, Rows]:
         engine, layers = self._engine, self._engine.config.layers
         total = len(self.tokens) - self._reused
         yield PrefillProgress(0.0, total, self._reused, 0, 0.0)
@@ -200,7 +198,7 @@ class Session:
                 try:
                     layer = next(steps)
                 except StopIteration as done:
-                    logits: torch.Tensor = done.value
+                    logits: Rows = done.value
                     break
                 finished = position - self._reused + len(chunk) * layer / layers
                 yield PrefillProgress(finished, total, self._reused, meter.read_bytes, meter.elapsed, meter.drive_bytes)
@@ -224,7 +222,7 @@ class Session:
             self.drafter.commit(tokens, self.state.taps)
 
 
-def _union(routes: Sequence[torch.Tensor], rows: int) -> tuple[float, ...]:
+def _union(routes: Sequence[Routes], rows: int) -> tuple[float, ...]:
     """Distinct experts of the first 1, 2, … rows relative to one row's, mean over layers."""
     if rows == 1 or not routes:
         return (1.0,)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deltafin.expert_layout import ExpertLayout
 from deltafin.kernels.arguments import F32, I32, U8, contiguous, failure, norm_weight, output, rows_of
-from deltafin.kernels.layout import ExpertLayout
 from deltafin.kernels.machine import _native
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deltafin.kernels.layout import GROUP, ExpertLayout
+from deltafin.expert_layout import GROUP, ExpertLayout
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from deltafin import kernels
 from deltafin.errors import MachineError
+from deltafin.expert_layout import ExpertLayout
 from deltafin.kernels import reference
-from deltafin.kernels.layout import ExpertLayout
 
 _TOLERANCE = 2e-5
 """Largest difference allowed, relative to the largest number of the expected result (fp32 against fp64)."""

@@ -11,7 +11,8 @@ import torch
 
 from deltafin import kernels
 from deltafin.checkpoint.config import K3Config
-from deltafin.kernels.layout import ExpertLayout
+from deltafin.contract import MoeTimes, Routes
+from deltafin.expert_layout import ExpertLayout
 from deltafin.model.weights import MlpWeights, MoeWeights
 from deltafin.streaming.experts import ExpertStream, Lease
 
@@ -66,13 +67,6 @@ class Assignment:
         return torch.from_numpy(splits), torch.from_numpy(self.rows[picked]), torch.from_numpy(self.slots[picked])
 
 
-@dataclass(slots=True)
-class MoeTimes:
-    """Seconds of computing inside the expert loop (waiting for reads is counted by the stream)."""
-
-    experts: float = 0.0
-
-
 def gated(config: K3Config, w: MlpWeights, x: torch.Tensor) -> torch.Tensor:
     """down(SiTU(gate x, up x)), fp32 [T, hidden] → [T, hidden]."""
     return kernels.gated_mlp(x, w.gate, w.up, w.down, config.situ_beta, config.situ_linear_beta)
@@ -89,7 +83,7 @@ def forward(
     order: Sequence[int] | None,
     times: MoeTimes,
     look_ahead: Callable[[], None],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, Routes]:
     """One MoE sublayer over all rows of a chunk; each needed expert is leased once.
 
     Args:
@@ -155,4 +149,4 @@ def forward(
     for block in blocks:
         routed = kernels.combine_norm(per_row[block], weights[block], w.latent_norm, config.rms_eps)
         out[block] += kernels.linear(routed, w.latent_up)
-    return out, ids
+    return out, ids.numpy()

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from deltafin import kernels
 from deltafin.checkpoint.config import K3Config
+from deltafin.contract import Host
 from deltafin.errors import InputError
 
 
@@ -144,17 +146,17 @@ class SequenceState:
         layer.history = torch.cat([layer.history, raw])[-keep:].clone() if len(raw) < keep else raw[-keep:].clone()
         layer.raw, layer.rows = None, None
 
-    def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """Committed state as (name, tensor) pairs, views where possible; the inverse of ``restore``."""
-        out: list[tuple[str, torch.Tensor]] = []
+    def tensors(self) -> Sequence[tuple[str, Host]]:
+        """Committed state as (name, tensor) pairs, views; the inverse of ``restore``."""
+        out: list[tuple[str, Host]] = []
         for layer, kda in self.kda.items():
-            out.append((f"kda.{layer}.recurrent", kda.recurrent))
-            out.append((f"kda.{layer}.history", kda.history))
+            out.append((f"kda.{layer}.recurrent", kda.recurrent.numpy()))
+            out.append((f"kda.{layer}.history", kda.history.numpy()))
         for layer, mla in self.mla.items():
-            out.append((f"mla.{layer}.rows", mla.rows[: self.position]))
+            out.append((f"mla.{layer}.rows", mla.rows[: self.position].numpy()))
         return out
 
-    def restore(self, position: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, position: int, tensors: Mapping[str, Host]) -> None:
         """Replaces the committed state.
 
         Raises:
@@ -163,15 +165,15 @@ class SequenceState:
         """
         if not 0 <= position <= self.context:
             raise ValueError(f"a state of {position} positions does not fit a context of {self.context}")
-        plan: list[tuple[torch.Tensor, torch.Tensor]] = []
+        plan: list[tuple[Host, Host]] = []
         for layer, kda in self.kda.items():
-            plan.append((kda.recurrent, tensors[f"kda.{layer}.recurrent"]))
-            plan.append((kda.history, tensors[f"kda.{layer}.history"]))
+            plan.append((kda.recurrent.numpy(), tensors[f"kda.{layer}.recurrent"]))
+            plan.append((kda.history.numpy(), tensors[f"kda.{layer}.history"]))
         for layer, mla in self.mla.items():
-            plan.append((mla.rows[:position], tensors[f"mla.{layer}.rows"]))
+            plan.append((mla.rows[:position].numpy(), tensors[f"mla.{layer}.rows"]))
         for mine, theirs in plan:
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
                 raise ValueError(f"state tensor of shape {tuple(theirs.shape)} where {tuple(mine.shape)} is expected")
         for mine, theirs in plan:
-            mine.copy_(theirs)
+            np.copyto(mine, theirs)
         self.position, self.pending, self.taps = position, 0, []

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from deltafin import kernels
 from deltafin.checkpoint.config import K3Config
-from deltafin.kernels.layout import ExpertLayout
+from deltafin.contract import PassTimes, Routes, Rows
+from deltafin.expert_layout import ExpertLayout
 from deltafin.model import kda, mla, moe
 from deltafin.model.state import SequenceState
 from deltafin.model.weights import (
@@ -24,28 +24,19 @@ from deltafin.model.weights import (
     MlpWeights,
     MoeWeights,
     ResidualMix,
+    Tensors,
     head_weights,
     layer_weights,
 )
 from deltafin.residency.prefetch import RANKS_PER_EXPERT
 from deltafin.streaming.experts import ExpertStream
-from deltafin.streaming.spine import Spine, Tensors
+from deltafin.streaming.spine import Spine
 from deltafin.streaming.stop import StopFlag
 
 # Rows of a prefill chunk whose predicted routes are looked at, and how many must agree on an expert before it is
 # read ahead of its router: with three of 64 rows guessing it, that nobody in the chunk uses it hardly happens.
 _SAMPLE_ROWS = 64
 _SURE_ROWS = 3
-
-
-@dataclass(slots=True)
-class PassTimes:
-    """Seconds of computing since the engine started, by part of the model."""
-
-    attention: float = 0.0
-    mlp: float = 0.0
-    head: float = 0.0
-    moe: moe.MoeTimes = field(default_factory=moe.MoeTimes)
 
 
 class Target:
@@ -70,7 +61,7 @@ class Target:
         self,
         config: K3Config,
         layout: ExpertLayout,
-        spine: Spine,
+        spine: Spine[torch.Tensor],
         experts: ExpertStream,
         *,
         file_order: Callable[[int], Sequence[int]],
@@ -82,7 +73,7 @@ class Target:
         self.taps = tuple(taps)
         self.tap_rows = 1 << 30
         self.times = PassTimes()
-        self.routes: list[torch.Tensor] = []
+        self.routes: list[Routes] = []
         self._layout = layout
         self._spine = spine
         self._experts = experts
@@ -98,14 +89,14 @@ class Target:
         *,
         logits: Literal["all", "last"] = "all",
         partial: bool = False,
-    ) -> torch.Tensor:
+    ) -> Rows:
         """Computes ``len(tokens)`` provisional positions after the committed ones; see ``run``."""
         layers = self.run(tokens, state, logits=logits, partial=partial)
         while True:
             try:
                 next(layers)
             except StopIteration as done:
-                result: torch.Tensor = done.value
+                result: Rows = done.value
                 return result
 
     def run(
@@ -115,7 +106,7 @@ class Target:
         *,
         logits: Literal["all", "last"] = "all",
         partial: bool = False,
-    ) -> Generator[int, None, torch.Tensor]:
+    ) -> Generator[int, None, Rows]:
         """The same pass as a generator that yields the number of finished layers, so that long passes can be watched.
 
         Args:
@@ -159,7 +150,8 @@ class Target:
             head = head_weights(unit)
             out = kernels.linear(self._mixed(head.mix, bank, accumulator, wanted), head.lm_head)
             self.times.head += time.perf_counter() - started
-        return out
+        rows_out: Rows = out.numpy()
+        return rows_out
 
     def _layer(
         self,

@@ -60,3 +60,12 @@ def _cgroup_room() -> int | None:
     except (OSError, ValueError):
         return None
     return None if limit == "max" else max(0, int(limit) - used)
+
+
+def default_threads() -> int:
+    """Physical cores this process may use."""
+    cores = psutil.cpu_count(logical=False) or 1
+    try:
+        return max(1, min(cores, len(psutil.Process().cpu_affinity())))
+    except AttributeError:  # macOS has no affinity
+        return cores

@@ -12,16 +12,14 @@ import queue
 import re
 import threading
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 import numpy as np
-import safetensors.torch
-import torch
+import safetensors.numpy
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-import deltafin
+from deltafin.contract import Host
 from deltafin.sessions.points import Point, Rows, Tokens, as_tokens
 
 FORMAT = "1"
@@ -31,32 +29,18 @@ MAX_PENDING_BYTES = 2 << 30
 """Of points waiting to be written. They hold memory, so the oldest is let go when more arrive than the disk takes."""
 
 
-@cache
-def numerics() -> str:
-    """A name for this build's arithmetic: the code that computes, and PyTorch's version.
-
-    Our kernels give the same bits on every instruction set, so the machine is not part of it.
-    """
-    room = Path(deltafin.__file__).parent
-    digest = xxhash.xxh3_128(f"{FORMAT} {torch.__version__}".encode())
-    for folder in ("kernels", "model"):
-        for path in sorted((room / folder).iterdir()):
-            if path.suffix in (".py", ".so", ".pyd"):
-                digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 class PointFiles:
     """Points of one model in one folder, shared with other processes.
 
     Args:
         folder: where; made when needed.
         identity: of the model.
+        numerics: of the backend, see ``Backend.numerics``.
         limit: most bytes of all files of this model together.
     """
 
-    def __init__(self, folder: Path, identity: str, limit: int) -> None:
-        self.key = xxhash.xxh3_128_hexdigest(f"{identity} {numerics()}".encode())
+    def __init__(self, folder: Path, identity: str, numerics: str, limit: int) -> None:
+        self.key = xxhash.xxh3_128_hexdigest(f"{FORMAT} {identity} {numerics}".encode())
         self.folder = folder / self.key
         self.limit = limit
         self.failure: str | None = None
@@ -124,8 +108,8 @@ class PointFiles:
         if path.exists():
             os.utime(path)
             return
-        tensors = {name: t.contiguous() for name, t in point.tensors().items()}
-        tensors[_TOKENS] = torch.from_numpy(point.tokens.copy())
+        tensors = {name: np.ascontiguousarray(t) for name, t in point.tensors().items()}
+        tensors[_TOKENS] = point.tokens
         size = sum(t.nbytes for t in tensors.values())
         if size > self.limit:
             return
@@ -134,7 +118,7 @@ class PointFiles:
         metadata = {f"xxh3.{name}": _checksum(name, t) for name, t in tensors.items()}
         temporary = self.folder / f"{point.name}.{os.getpid()}.tmp"
         try:
-            safetensors.torch.save_file(tensors, temporary, metadata={"key": self.key, **metadata})
+            safetensors.numpy.save_file(tensors, temporary, metadata={"key": self.key, **metadata})
             with temporary.open("rb+") as f:
                 os.fchmod(f.fileno(), 0o600)
                 os.fsync(f.fileno())
@@ -152,8 +136,8 @@ class PointFiles:
         try:
             if path.stat().st_size > self.limit:
                 return None
-            tensors: dict[str, torch.Tensor] = {}
-            with safe_open(path, framework="pt") as f:
+            tensors: dict[str, Host] = {}
+            with safe_open(path, framework="np") as f:
                 metadata: Mapping[str, str] = f.metadata() or {}
                 names = list(f.keys())
                 if metadata.get("key") != self.key:
@@ -166,7 +150,7 @@ class PointFiles:
                     if _checksum(name, tensors[name]) != metadata[f"xxh3.{name}"]:
                         raise ValueError(f"{name} is damaged")
             tokens = tensors.pop(_TOKENS)
-            if tokens.dtype != torch.int32 or tokens.ndim != 1:
+            if tokens.dtype != np.int32 or tokens.ndim != 1:
                 raise ValueError("tokens are malformed")
             point = _point(as_tokens(tokens.tolist()), tensors)
             if f"{point.name}.state" != path.name:
@@ -216,7 +200,7 @@ class PointFiles:
                 old.rmdir()
 
 
-def _point(tokens: Tokens, tensors: Mapping[str, torch.Tensor]) -> Point:
+def _point(tokens: Tokens, tensors: Mapping[str, Host]) -> Point:
     rows = {name: t for name, t in tensors.items() if name.endswith(".rows")}
     if any(len(t) != len(tokens) for t in rows.values()):
         raise ValueError("rows do not belong to the tokens")
@@ -224,9 +208,9 @@ def _point(tokens: Tokens, tensors: Mapping[str, torch.Tensor]) -> Point:
     return Point(tokens, fixed, (Rows(0, len(tokens), rows),) if rows else ())
 
 
-def _checksum(name: str, tensor: torch.Tensor) -> str:
+def _checksum(name: str, tensor: Host) -> str:
     digest = xxhash.xxh3_128(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    digest.update(tensor.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 

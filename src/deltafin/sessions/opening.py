@@ -32,7 +32,7 @@ def open_sessions(
             disk = min(MOST_DISK, shutil.disk_usage(home).free // 10)
         except OSError:
             disk = 0
-    files = PointFiles(folder, engine.store.identity, disk) if disk else None
+    files = PointFiles(folder, engine.store.identity, engine.backend.numerics(), disk) if disk else None
     turns = TurnLog(folder / "turns.sqlite" if disk else None, engine.store.identity)
     return ReusingSession(engine, PointCache(ram), files), turns
 

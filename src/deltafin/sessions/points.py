@@ -9,8 +9,9 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
+
+from deltafin.contract import Host
 
 Tokens = npt.NDArray[np.int32]
 
@@ -31,7 +32,7 @@ class Rows:
 
     start: int
     stop: int
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Host]
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +51,7 @@ class Point:
     """
 
     tokens: Tokens
-    fixed: Mapping[str, torch.Tensor]
+    fixed: Mapping[str, Host]
     rows: tuple[Rows, ...]
 
     def __len__(self) -> int:
@@ -72,16 +73,16 @@ class Point:
         enough = n < len(tokens) or (n == len(tokens) and "logits" in self.fixed)
         return enough and bool(np.array_equal(self.tokens, tokens[:n]))
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Host]:
         """All tensors by name, as ``Session.restore`` takes them."""
         out = dict(self.fixed)
         for name in self.rows[0].tensors if self.rows else ():
             parts = [block.tensors[name] for block in self.rows]
-            out[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            out[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return out
 
 
-def take(ids: Sequence[int], tensors: Iterable[tuple[str, torch.Tensor]], base: Point | None = None) -> Point:
+def take(ids: Sequence[int], tensors: Iterable[tuple[str, Host]], base: Point | None = None) -> Point:
     """Copies a session's state into a point.
 
     Args:
@@ -95,13 +96,13 @@ def take(ids: Sequence[int], tensors: Iterable[tuple[str, torch.Tensor]], base: 
     fixed, rows = {}, {}
     for name, tensor in tensors:
         if not name.endswith(".rows"):
-            fixed[name] = tensor.clone()
+            fixed[name] = tensor.copy()
         elif len(tensor) == len(ids):
             rows[name] = tensor
     if shared and set(shared[0].tensors) != set(rows):  # a draft came or went
         shared, start = (), 0
     if start < len(ids):
-        block = Rows(start, len(ids), {name: tensor[start:].clone() for name, tensor in rows.items()})
+        block = Rows(start, len(ids), {name: tensor[start:].copy() for name, tensor in rows.items()})
         shared = (*shared, block)
     return Point(as_tokens(ids), fixed, shared)
 

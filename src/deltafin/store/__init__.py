@@ -3,7 +3,7 @@
 Two layouts behind one interface: *in place* (released shards stay where they are) and *striped* (each
 expert and each spine page cut into one slice per drive). Knows byte ranges, checksums and drives; must not
 know tensors' meaning, caches, the router or which bytes will be needed next. May import ``checkpoint``,
-``errors`` and the expert byte layout of ``kernels.layout``.
+``errors`` and the expert byte layout of ``expert_layout``.
 """
 
 from deltafin.store.buffers import AlignedBuffer, aligned_memory

@@ -13,6 +13,7 @@ import xxhash
 
 from deltafin.checkpoint.inventory import spine_inventory
 from deltafin.errors import ManifestError, SliceMissingError
+from deltafin.expert_layout import ExpertLayout
 from deltafin.store.drives import check_drive, check_files, follow
 from deltafin.store.files import hold
 from deltafin.store.manifest import MANIFEST_NAME, Manifest
@@ -43,9 +44,6 @@ class Store:
     """
 
     def __init__(self, home: Path, manifest: Manifest, reader: Reader, replicas: Replicas) -> None:
-        # The kernels' package brings PyTorch along, which the store's own commands need not wait for.
-        from deltafin.kernels.layout import ExpertLayout
-
         m = manifest
         self.config = m.config
         self.metadata_dir = home

@@ -5,10 +5,33 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from typing import Protocol
 
 from deltafin.store.buffers import aligned_memory
 
 _DISCARD: int | None = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED", None)
+
+
+class Frames(Protocol):
+    """Memory for experts, one page-aligned frame each.
+
+    Attributes:
+        free: frames ready for use; ``pop`` and ``append`` them.
+    """
+
+    free: list[int]
+
+    def view(self, frame: int) -> memoryview:
+        """The writable memory of a frame."""
+
+    def address(self, frame: int) -> int:
+        """Address of a frame's first byte."""
+
+    def retire(self, frame: int) -> None:
+        """Takes a frame that nobody uses out of service and gives its memory to the system."""
+
+    def revive(self, count: int) -> None:
+        """Puts up to ``count`` retired frames back into service."""
 
 
 class Arena:

@@ -23,7 +23,7 @@ from deltafin.residency.usage import UseModel
 from deltafin.store.reader import Ticket
 from deltafin.store.store import Store
 from deltafin.store.types import ReadCancelled, ReadPlan
-from deltafin.streaming.arena import Arena
+from deltafin.streaming.arena import Arena, Frames
 from deltafin.streaming.stop import StopFlag
 
 _POLL_SECONDS = 0.1
@@ -98,6 +98,7 @@ class ExpertStream:
         stop: polled while waiting for reads.
         model: chances of use, with the heat of earlier runs in it; None begins without.
         ahead: whether reads ahead are made at all.
+        frames: makes the memory, (count, bytes of each) → frames.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class ExpertStream:
         stop: StopFlag,
         model: UseModel | None = None,
         ahead: bool = True,
+        frames: Callable[[int, int], Frames] = Arena,
     ) -> None:
         if in_flight < 1:
             raise ValueError("at least one frame must be free for reads")
@@ -117,7 +119,7 @@ class ExpertStream:
         self._stop = stop
         self._first = config.dense_layers
         self._layers, self._experts = len(config.moe_layers), config.experts
-        self._arena = Arena(in_flight + tier, store.expert_buffer_bytes)
+        self._arena = frames(in_flight + tier, store.expert_buffer_bytes)
         self._model = model or UseModel(self._layers, config.experts)
         self._policy = ExpertTierPolicy(tier, first=self._first, model=self._model)
         self._prefetch = PrefetchPolicy(self._layers, config.experts_per_token)
@@ -140,6 +142,11 @@ class ExpertStream:
         self._predict_seconds = 0.0
         self.blob_bytes = store.expert_layout.nbytes
         self.stats = StreamStats()
+
+    @property
+    def frames(self) -> Frames:
+        """The memory of all leases."""
+        return self._arena
 
     @property
     def tier_capacity(self) -> int:
@@ -202,8 +209,8 @@ class ExpertStream:
 
         Entering starts the reads, in the order of ``experts`` and as many at a time as there are free frames.
         Batches hold first the experts already in memory, then those read, as they arrive. The caller must
-        ``release`` each batch once its products are computed. Leaving the context cancels what has not started and
-        waits for what has.
+        ``release`` each batch once its products are computed, at the latest before the next ``fetch``; leases that an
+        error left behind are taken back here. Leaving the context cancels what has not started and waits for what has.
         """
         return Fetch(self, layer, experts)
 
@@ -261,6 +268,10 @@ class ExpertStream:
         self._grant_wishes()
         self._looked = layer
         self._predict_seconds += _SMOOTH * (time.perf_counter() - started - self._predict_seconds)
+
+    def may_look_ahead(self, layer: int) -> bool:
+        """Whether ``look_ahead`` may ask for predictions, for callers to whom these are cheaper beforehand."""
+        return self._ahead and len(self._kept) < self._layers * self._experts and self._missed[layer - self._first]
 
     def look_again(self, layer: int, predict: Predict) -> None:
         """Looks ahead once more when all of the layer before ``layer`` is known: only an attention is missing now.
@@ -436,7 +447,7 @@ class Fetch:
             self._begin_reads()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: object = None, *_: object) -> None:
         stream = self._stream
         for key in self._pending:
             flight = stream._flights[key]
@@ -454,11 +465,12 @@ class Fetch:
                 stream._ready[arrival.key] = lease
         for lease in self._early:
             stream._arena.free.append(lease.frame)
-        for key, lease in list(stream._leased.items()):
-            # Only after an error or a stop are there leases that the caller never gave back.
-            del stream._leased[key]
-            if key not in stream._kept:
-                stream._arena.free.append(lease.frame)
+        if failed:
+            # After an error or a stop nobody will give back what is leased.
+            for key, lease in stream._leased.items():
+                if key not in stream._kept:
+                    stream._arena.free.append(lease.frame)
+            stream._leased.clear()
         stream._quiet_since = self._last_arrival
         if self._demanded >= 4:
             seconds = (self._last_arrival - self._entered) / self._demanded
@@ -511,7 +523,7 @@ class Fetch:
             self._waiting = missing
             self._submit()
         except BaseException:
-            self.__exit__()
+            self.__exit__(True)
             raise
 
     def _submit(self) -> None:

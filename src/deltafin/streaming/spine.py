@@ -12,10 +12,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
-from deltafin.store.buffers import aligned_memory
 from deltafin.store.reader import Ticket
 from deltafin.store.store import Store
 from deltafin.store.types import Extent, ReadPlan, SpineUnit
@@ -23,9 +21,27 @@ from deltafin.streaming.stop import StopFlag
 
 _POLL_SECONDS = 0.1
 _ALIGN = 4096
-_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
-Tensors = dict[str, torch.Tensor]
+Array = TypeVar("Array")
+
+
+class SpineMemory(Protocol[Array]):
+    """How a backend holds spine bytes: memory that a read fills, and arrays that are views of it."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """At least ``nbytes`` of page-aligned memory that lives as long as the returned handle or an array of it."""
+
+    def view(self, memory: Any) -> memoryview:
+        """The writable bytes of a handle."""
+
+    def array(self, memory: Any, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
+        """The tensor (``BF16`` or ``F32``) whose bytes begin at ``offset``, in place."""
+
+    def take(self, table: Array, ids: Sequence[int]) -> Array:
+        """Rows of a bf16 table as activations, [len(ids), width]."""
+
+    def stack(self, rows: Sequence[Array]) -> Array:
+        """bf16 rows [width] as activations, [n, width]; a copy."""
 
 
 @dataclass(slots=True)
@@ -47,25 +63,35 @@ class _Loading:
     ticket: Ticket
 
 
-class Spine:
+class Spine(Generic[Array]):
     """Spine tensors by unit.
 
     Args:
         store: where the bytes come from.
+        memory: the backend's.
         resident: unit keys kept in memory from ``load`` on.
         buffers: (count, bytes) of the buffers for streamed units; ``embed`` needs none, its rows are read singly.
         stop: polled while waiting for reads.
     """
 
-    def __init__(self, store: Store, *, resident: frozenset[str], buffers: tuple[int, int], stop: StopFlag) -> None:
+    def __init__(
+        self,
+        store: Store,
+        memory: SpineMemory[Array],
+        *,
+        resident: frozenset[str],
+        buffers: tuple[int, int],
+        stop: StopFlag,
+    ) -> None:
         self._store = store
+        self._memory = memory
         self._stop = stop
         self._units = {key: store.spine_unit(key) for key in store.spine_keys}
         self._resident_keys = resident
-        self._resident: dict[str, Tensors] = {}
+        self._resident: dict[str, dict[str, Array]] = {}
         self._order = [k for k in store.spine_keys if k not in resident and k != "embed"]
         count, size = buffers
-        self._buffers = [aligned_memory(size) for _ in range(count)]
+        self._buffers = [memory.allocate(size) for _ in range(count)]
         self._free = list(range(count))
         self._loading: deque[_Loading] = deque()
         self._next = 0
@@ -81,14 +107,14 @@ class Spine:
         for key in self._store.spine_keys:
             if key in self._resident_keys and key not in self._resident:
                 unit = self._units[key]
-                memory = aligned_memory(unit.plan.buffer_bytes)
+                memory = self._memory.allocate(unit.plan.buffer_bytes)
                 self._await(self._start(key, unit.plan, memory, -1))
-                self._resident[key] = _tensors(unit, memory)
+                self._resident[key] = self._arrays(unit, memory)
                 yield key, unit.plan.nbytes
 
     @contextmanager
-    def unit(self, key: str) -> Iterator[Tensors]:
-        """The tensors of a unit, valid inside the context.
+    def unit(self, key: str) -> Iterator[dict[str, Array]]:
+        """The tensors of a unit, valid inside the context; those of a resident unit stay valid.
 
         Raises:
             SliceError: bytes missing, unreadable or corrupt.
@@ -104,31 +130,30 @@ class Spine:
         self._loading.popleft()
         self.stats.read_bytes += self._units[key].plan.nbytes
         try:
-            yield _tensors(self._units[key], self._buffers[loading.buffer])
+            yield self._arrays(self._units[key], self._buffers[loading.buffer])
         finally:
             self._free.append(loading.buffer)
             self._read_ahead()
 
-    def embedding(self, ids: Sequence[int]) -> torch.Tensor:
-        """Embedding rows, [len(ids), hidden] fp32 (bf16 widened, which is exact)."""
+    def embedding(self, ids: Sequence[int]) -> Array:
+        """Embedding rows as activations, [len(ids), hidden]."""
         tensors = self._resident.get("embed")
         if tensors is not None:
             (table,) = tensors.values()
-            return table[torch.tensor(ids, dtype=torch.int64)].float()
+            return self._memory.take(table, ids)
         unit = self._units["embed"]
         (info,) = unit.tensors
         width = info.shape[1]
         row_bytes = 2 * width
-        rows: dict[int, torch.Tensor] = {}
+        rows: dict[int, Array] = {}
         for token in sorted(set(ids)):
             first = info.offset + token * row_bytes
             plan = _sub_plan(unit.plan, first, row_bytes)
-            memory = aligned_memory(plan.buffer_bytes)
+            memory = self._memory.allocate(plan.buffer_bytes)
             self._await(self._start("embed", plan, memory, -1))
             self.stats.read_bytes += row_bytes
-            flat = torch.frombuffer(memory, dtype=torch.bfloat16, count=width, offset=plan.view_offset)
-            rows[token] = flat.float()
-        return torch.stack([rows[token] for token in ids])
+            rows[token] = self._memory.array(memory, "BF16", (width,), plan.view_offset)
+        return self._memory.stack([rows[token] for token in ids])
 
     def rewind(self) -> None:
         """Starts reading the first streamed units of the next pass, before it is asked for."""
@@ -154,9 +179,9 @@ class Spine:
             self._loading.append(self._start(key, self._units[key].plan, self._buffers[buffer], buffer))
             self._next = (self._next + 1) % len(self._order)
 
-    def _start(self, key: str, plan: ReadPlan, memory: memoryview, buffer: int) -> _Loading:
+    def _start(self, key: str, plan: ReadPlan, memory: Any, buffer: int) -> _Loading:
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        return _Loading(key, buffer, done, self._store.reader.submit(plan, memory, done.put))
+        return _Loading(key, buffer, done, self._store.reader.submit(plan, self._memory.view(memory), done.put))
 
     def _await(self, loading: _Loading) -> None:
         started = time.perf_counter()
@@ -183,15 +208,8 @@ class Spine:
             entry.done.get()
             self._free.append(entry.buffer)
 
-
-def _tensors(unit: SpineUnit, memory: memoryview) -> Tensors:
-    out = {}
-    for t in unit.tensors:
-        count = 1
-        for n in t.shape:
-            count *= n
-        out[t.name] = torch.frombuffer(memory, dtype=_DTYPES[t.dtype], count=count, offset=t.offset).view(t.shape)
-    return out
+    def _arrays(self, unit: SpineUnit, memory: Any) -> dict[str, Array]:
+        return {t.name: self._memory.array(memory, t.dtype, t.shape, t.offset) for t in unit.tensors}
 
 
 def _sub_plan(plan: ReadPlan, first: int, nbytes: int) -> ReadPlan:
