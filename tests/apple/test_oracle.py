@@ -104,7 +104,7 @@ def test_both_backends_agree_layer_by_layer(
 
     wanted, logits = seen(torch)
     # The largest bf16 differences are where a nearly tied router chose another expert.
-    for engine, layer_bound, mean_bound, most in ((fp32, 5e-3, 1e-4, 2e-3), (bf16, 0.2, 0.1, 5.0)):
+    for engine, layer_bound, mean_bound, most in ((fp32, 5e-3, 1e-4, 2e-3), (bf16, 0.2, 0.4, 6.0)):
         got, other = seen(engine)
         # Taps are rounded to bf16 on both sides, which alone is 4e-3 of their size.
         errors = [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(got, wanted, strict=True)]

@@ -307,7 +307,7 @@ def test_a_saved_session_goes_on_drafting(drafting: Engine, plain: Engine, promp
     half = len(prompt["ids"]) - 10
     first = with_dspark(drafting, 7, always=True)
     run(first, prompt["ids"][:half], 1, [])
-    saved = {name: tensor.clone() for name, tensor in first.tensors()}
+    saved = {name: tensor.copy() for name, tensor in first.tensors()}
     wanted = run(plain.session(), prompt["ids"], 30, [])
     results = []
     for keep in (True, False):
