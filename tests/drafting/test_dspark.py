@@ -14,7 +14,7 @@ import torch
 
 from conftest import MINI
 from deltafin.checkpoint.config import K3Config
-from deltafin.drafting import dspark_files, dspark_weights
+from deltafin.drafting import dspark_files
 from deltafin.drafting.dspark import DSpark
 from deltafin.drafting.dspark_files import (
     BLOCK,
@@ -196,14 +196,14 @@ def test_the_embedding_copy_is_never_read_and_k3s_head_is_shared(
     size = (FOLDER / "model.safetensors").stat().st_size
     embedding = 2 * CONFIG.vocab_size * CONFIG.hidden
     read: list[int] = []
-    original = dspark_weights.os.preadv
+    original = dspark_files.os.preadv
 
     def counting(fd: int, buffers: Any, offset: int) -> int:
         got = original(fd, buffers, offset)
         read.append(got)
         return got
 
-    monkeypatch.setattr(dspark_weights.os, "preadv", counting)
+    monkeypatch.setattr(dspark_files.os, "preadv", counting)
     load(FOLDER, weights.config)
     assert sum(read) <= size - embedding
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(weights)}

@@ -119,7 +119,7 @@ def test_the_pair(probe: Guess, wide: Guess | None, result: tuple[int, ...]) -> 
 @pytest.fixture(scope="module")
 def model() -> Any:
     pytest.importorskip("transformers")
-    from deltafin.drafting.qwen_model import load_models
+    from deltafin.drafting.qwen import load_models
 
     (loaded,) = load_models(FOLDER)
     return loaded
@@ -163,7 +163,7 @@ def test_a_text_longer_than_its_cache_gets_no_guess(model: Any) -> None:
 
 def test_it_prints_nothing(tokenizer: K3Tokenizer, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    from deltafin.drafting.qwen_model import load_models
+    from deltafin.drafting.qwen import load_models
 
     QwenSource(load_models(FOLDER), tokenizer).propose(tokenizer.encode("The capital of"), 3)
     assert capfd.readouterr() == ("", "")
@@ -217,7 +217,7 @@ def test_a_missing_file_is_refused(name: str, copy: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{}", "[" * 5000, '{"version":"1.0","model":{"type":"BPE"}}'])
 def test_a_tokenizer_that_is_none_is_refused(text: str, copy: Path) -> None:
     pytest.importorskip("transformers")
-    from deltafin.drafting.qwen_model import load_models
+    from deltafin.drafting.qwen import load_models
 
     (copy / "tokenizer.json").write_text(text)
     with pytest.raises((DraftError, CheckpointError)):
@@ -227,7 +227,7 @@ def test_a_tokenizer_that_is_none_is_refused(text: str, copy: Path) -> None:
 def test_nothing_else_in_the_folder_is_looked_at(copy: Path, tmp_path: Path) -> None:
     """Files that the library would follow into code or pickles have no effect."""
     pytest.importorskip("transformers")
-    from deltafin.drafting.qwen_model import load_models
+    from deltafin.drafting.qwen import load_models
 
     mark = tmp_path / "executed"
     (copy / "modeling_evil.py").write_text(f"open({str(mark)!r}, 'w')")
