@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_spine_tensors_lie_where_they_were_read(bf16: Engine) -> None:
         assert key in spine.resident_keys
         with spine.unit(key) as unit:
             by_place = sorted((address(a.view(mx.uint8)), a.nbytes) for a in unit.values())
-        assert all(a + size <= b for (a, size), (b, _) in zip(by_place, by_place[1:], strict=False))
+        assert all(a + size <= b for (a, size), (b, _) in pairwise(by_place))
         # One landing, and little in it but the tensors.
         assert by_place[-1][0] + by_place[-1][1] - by_place[0][0] < sum(size for _, size in by_place) * 1.1
     with spine.unit("head") as unit:
