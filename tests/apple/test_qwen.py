@@ -13,8 +13,8 @@ from conftest import MINI
 from deltafin.apple import qwen as module
 from deltafin.apple.qwen import QwenModel, load_models, qwen_source
 from deltafin.checkpoint.config import K3Config
-from deltafin.drafting.qwen import QwenSource
 from deltafin.drafting.qwen_files import CACHE_POSITIONS
+from deltafin.drafting.qwen_text import QwenSource
 from deltafin.errors import CheckpointError, DraftError
 from deltafin.text.tokenizer import K3Tokenizer
 
@@ -59,7 +59,7 @@ def test_it_guesses_what_pytorch_guesses(
 ) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from deltafin.drafting import qwen_model as pytorch
+    from deltafin.drafting import qwen as pytorch
 
     _, mine = replay(QwenSource([model], tokenizer), prompts, 8)
     _, others = replay(QwenSource(pytorch.load_models(FOLDER), tokenizer), prompts, 8)

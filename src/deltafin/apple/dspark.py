@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from deltafin.checkpoint.tensorfile import SINGLE_NAME
-from deltafin.drafting.controller import DraftSource, Proposal
+from deltafin.drafting.controller import DraftSource
 from deltafin.drafting.dspark_files import BLOCK, PENDING_ROWS, REFETCH, DSparkConfig, check_files, yarn
+from deltafin.drafting.proposal import Proposal
 from deltafin.errors import DraftError
 
 Embed = Callable[[Sequence[int]], mx.array]
@@ -244,7 +245,7 @@ class DSpark:
         if not self._pending:
             return
         columns = zip(*(taps for _, taps in self._pending), strict=True)
-        joined = mx.concatenate([mx.concatenate(column) for column in columns], axis=1)
+        joined = mx.concatenate([mx.concatenate(list(column)) for column in columns], axis=1)
         places = [np.arange(first, first + len(taps[0])) for first, taps in self._pending]
         turn = self._turn(np.concatenate(places))
         shared = self._norm(self._product(joined, self._w["context_proj.weight"]), self._shared_norm)

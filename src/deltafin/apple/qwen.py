@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from deltafin.apple.mlx_lm_models import model_file
 from deltafin.checkpoint.tensorfile import SINGLE_NAME, read_bounded
 from deltafin.drafting.controller import DraftSource
-from deltafin.drafting.qwen import QwenSource
 from deltafin.drafting.qwen_files import CACHE_POSITIONS, MAX_TOKENIZER_BYTES, QwenFiles, check, model_folders
+from deltafin.drafting.qwen_text import QwenSource
 from deltafin.errors import DraftError
 from deltafin.text.tokenizer import K3Tokenizer
 
@@ -95,13 +96,13 @@ class QwenModel:
             logits = self._model.model.embed_tokens.as_linear(hidden).astype(mx.float32)
             token = mx.argmax(logits)
             probability = mx.softmax(logits)[token]
-            mx.eval(token, probability)
+            found = int(np.array(token)), float(np.array(probability))
         except BaseException:
             # Some layers may have grown and others not.
             self._forget()
             raise
         self._cached += ids
-        return int(token.item()), float(probability.item())
+        return found
 
     def _forget(self) -> None:
         self._cache: list[Any] = [self._new_layer_cache() for _ in self._model.layers]
