@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from deltafin import kernels
-
 
 @pytest.fixture(autouse=True)
 def _machine_restored() -> Iterator[None]:
+    # Imported here, so that where PyTorch is not installed each file of tests can say so.
+    from deltafin import kernels
+
     threads, isa = kernels.threads(), kernels.isa()
     yield
     kernels.set_threads(threads)

@@ -4,6 +4,6 @@
 description, ``mlx_k3`` drives mlx-lm's implementation, ``tiny`` writes a small checkpoint whose results are known in
 advance, ``real_geometry`` compares layers of the true dimensions.
 
-May import numpy, safetensors, torch (to decode bf16 only), mlx and mlx-lm. Must not import ``deltafin``: an oracle that
-shares code with what it judges proves nothing. Must not know about drives, kernels, caches or budgets.
+May import numpy, safetensors, mlx and mlx-lm. Must not import ``deltafin``: an oracle that shares code with what it
+judges proves nothing. Must not know about drives, kernels, caches or budgets.
 """

@@ -1,7 +1,7 @@
 """Tensors of a released-format folder as float64 arrays, within a memory budget.
 
-Reads through the ``safetensors`` library; torch only decodes bf16. Every value of bf16, float32 and MXFP4 is exactly
-representable in float64, so nothing here rounds.
+Reads the files through NumPy, so that it runs beside any framework or none. Every value of bf16, float32 and MXFP4 is
+exactly representable in float64, so nothing here rounds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from safetensors import safe_open
 from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
 Array = npt.NDArray[np.float64]
@@ -38,6 +36,35 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 _BLOCK_ELEMENTS = 1 << 24  # 128 MiB of float64 at a time when a matrix is too large to keep
 
 
+Stored = npt.NDArray[np.generic]
+"""A tensor in its file: float32, uint8, or bf16 as uint16."""
+
+_DTYPES = {"BF16": np.uint16, "F32": np.float32, "U8": np.uint8}
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """Views of all tensors of a safetensors file: eight bytes of header length, the header, and the payload."""
+    whole = np.memmap(path, np.uint8, "r")
+    start = 8 + int(whole[:8].view(np.uint64)[0])
+    header: dict[str, Any] = json.loads(bytes(whole[8:start]))
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            # The payload may begin anywhere, and an unaligned array is no trouble to NumPy.
+            flat = np.frombuffer(whole, _DTYPES[entry["dtype"]], int(np.prod(entry["shape"])), begin)
+            assert flat.nbytes == end - begin
+            tensors[name] = flat.reshape(entry["shape"])
+    return tensors
+
+
+def widened(stored: Stored) -> Array:
+    """The values of a stored bf16 or float32 tensor."""
+    if stored.dtype == np.uint16:
+        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return stored.astype(np.float64)
+
+
 class Released:
     """Named tensors of a folder; the first ``keep_bytes`` of decoded ones stay in memory.
 
@@ -55,30 +82,29 @@ class Released:
             if index.exists()
             else ["model.safetensors"]
         )
-        self._file: dict[str, Any] = {}
+        self._stored: dict[str, Stored] = {}
         for name in files:
-            handle: Any = safe_open(self.folder / name, framework="pt")
-            self._file |= dict.fromkeys(handle.keys(), handle)
+            self._stored |= stored_tensors(self.folder / name)
         self._tensors: dict[str, Array] = {}
         self._experts: dict[str, tuple[Array, Array, Array]] = {}
         self._room = keep_bytes
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file
+        return name in self._stored
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
-        return sorted(self._file)
+        return sorted(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape as stored."""
-        return tuple(self._file[name].get_slice(name).get_shape())
+        return self._stored[name].shape
 
     def get(self, name: str) -> Array:
         """The whole tensor, kept while there is room."""
         if name in self._tensors:
             return self._tensors[name]
-        value: Array = self._file[name].get_tensor(name).to(torch.float64).numpy()
+        value = widened(self._stored[name])
         if self._take(value.nbytes):
             self._tensors[name] = value
         return value
@@ -87,8 +113,8 @@ class Released:
         """``tensor[ids]`` without decoding the other rows of a large matrix."""
         if self._fits(name):
             return self.get(name)[list(ids)]
-        part = self._file[name].get_slice(name)
-        return np.concatenate([part[i : i + 1].to(torch.float64).numpy() for i in ids])
+        stored = self._stored[name]
+        return np.concatenate([widened(stored[i : i + 1]) for i in ids])
 
     def linear(self, x: Array, name: str) -> Array:
         """``x @ W.T`` for a stored ``[out, in]`` matrix; ``x`` is ``[T, in]``."""
@@ -96,8 +122,8 @@ class Released:
             product: Array = x @ self.get(name).T
             return product
         rows, cols = self.shape(name)
-        step, part = max(1, _BLOCK_ELEMENTS // cols), self._file[name].get_slice(name)
-        blocks = [x @ part[i : i + step].to(torch.float64).numpy().T for i in range(0, rows, step)]
+        step, stored = max(1, _BLOCK_ELEMENTS // cols), self._stored[name]
+        blocks = [x @ widened(stored[i : i + step]).T for i in range(0, rows, step)]
         return np.concatenate(blocks, axis=1)
 
     def expert(self, prefix: str) -> tuple[Array, Array, Array]:
@@ -110,10 +136,7 @@ class Released:
         return value
 
     def _mxfp4(self, stem: str) -> Array:
-        packed, scale = (
-            self._file[f"{stem}.{part}"].get_tensor(f"{stem}.{part}").numpy()
-            for part in ("weight_packed", "weight_scale")
-        )
+        packed, scale = (np.asarray(self._stored[f"{stem}.{part}"]) for part in ("weight_packed", "weight_scale"))
         return mxfp4(packed, scale)
 
     def _fits(self, name: str) -> bool:

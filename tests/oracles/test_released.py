@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from . import released
 from .released import Released, mxfp4, round_bf16
@@ -35,6 +34,7 @@ def test_mxfp4_scales_cover_32_columns_each() -> None:
 
 
 def test_round_bf16_is_torchs() -> None:
+    torch = pytest.importorskip("torch")
     x = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
     x[:3] = [1 + 2**-8, 1 + 3 * 2**-8, -0.0]  # ties in both directions
     assert np.array_equal(round_bf16(x), torch.from_numpy(x).bfloat16().float().numpy())
