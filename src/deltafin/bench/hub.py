@@ -13,6 +13,7 @@ import json
 import os
 import re
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -77,6 +78,7 @@ class LocalHub:
         repos: ``owner/name`` → folder.
         latency: seconds before every answer.
         cdn_host: host that payload is redirected to; empty serves it from the hub's own address.
+        tls: certificate and key file, to speak HTTPS.
     """
 
     repos: Mapping[str, Path]
@@ -84,6 +86,7 @@ class LocalHub:
     cdn_host: str = "localhost"
     port: int = 0
     revision: str = "0123456789abcdef0123456789abcdef01234567"
+    tls: tuple[Path, Path] | None = None
     faults: list[Fault] = field(default_factory=list)
     log: list[Request] = field(default_factory=list)
 
@@ -93,7 +96,14 @@ class LocalHub:
         handler = type("Handler", (_Handler,), {"hub": self})
         self.server = _Server(("127.0.0.1", self.port), handler)
         self.port = self.server.server_address[1]
-        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.scheme = "https" if self.tls else "http"
+        if self.tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*self.tls)
+            self.server.socket = context.wrap_socket(
+                self.server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        self.endpoint = f"{self.scheme}://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
         self._epoch = 0
 
@@ -244,7 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         etag = "0" * 64 if fault is not None and fault.what == "other-etag" else file.sha256
         headers = {"X-Repo-Commit": revision, "X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(file.size)}
-        host = f"http://{hub.cdn_host}:{hub.port}" if hub.cdn_host else hub.endpoint
+        host = f"{hub.scheme}://{hub.cdn_host}:{hub.port}" if hub.cdn_host else hub.endpoint
         self._answer(302, {**headers, "Location": f"{host}/cdn/{repo}/{name}?epoch={hub.epoch}"})
 
     def _cdn(self, repo: str, name: str, query: Mapping[str, list[str]]) -> None:
@@ -261,7 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(file, fault, {"ETag": f'"{etag}"'})
 
     def _send(self, file: Served, fault: Fault | None, headers: dict[str, str]) -> None:
-        what = "" if fault is None else fault.what
+        what, hub = "" if fault is None else fault.what, self.hub
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         begin, end = 0, file.size
         status = 200
@@ -299,6 +309,9 @@ class _Handler(BaseHTTPRequestHandler):
                     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
                 self.wfile.write(data)
                 return
+            while at < stop and hub.tls:
+                source.seek(at)
+                at += self.connection.send(source.read(min(_PIECE, stop - at)))
             while at < stop:
                 # One buffer's worth at a time, or a client that reads slowly would keep others from the processor.
                 at += os.sendfile(self.connection.fileno(), source.fileno(), at, min(_PIECE, stop - at))

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 
 from deltafin.backends import BackendChoice, apple_silicon, choose, open_backend
+from deltafin.checkpoint.tensorfile import INDEX_NAME
 from deltafin.contract import BackendName
 from deltafin.doctor.finding import Finding, Level, failed
 from deltafin.doctor.mac import examine_mac
@@ -226,7 +227,9 @@ def _proof(m: Manifest, *, whole: bool) -> Iterator[Finding]:
         released = Released.load(home)
         if released is None:
             return
-        names = text_shards(released) if whole else [n for n in released.files if n.endswith(".safetensors")]
+        names = [name for name in released.files if name.endswith(".safetensors")]
+        if whole and (released.folder / INDEX_NAME).exists():
+            names = text_shards(released)  # a shard of vision tensors alone is never needed
     except DeltafinError as e:
         yield failed("install", e, "nothing can be fetched again")
         return

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import http.client
 import importlib
+import os
 import random
 import re
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
@@ -94,6 +97,9 @@ class Hub:
         backoff: tuple[float, float] = _BACKOFF,
     ) -> None:
         offline.allow()
+        if not os.environ.get("SSL_CERT_FILE") and os.environ.get("REQUESTS_CA_BUNDLE"):
+            # What users of other tools have set for their company's authority; ours and huggingface_hub read the other.
+            os.environ["SSL_CERT_FILE"] = os.environ["REQUESTS_CA_BUNDLE"]
         from huggingface_hub import constants
 
         self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
@@ -184,6 +190,11 @@ class Hub:
             except DeltafinError:
                 raise
             except (http.client.HTTPException, ValueError, OSError, _Transient) as e:
+                if "CERTIFICATE_VERIFY_FAILED" in str(e):
+                    raise HubError(
+                        f"{what} cannot be fetched: the certificate is not trusted",
+                        remedy="behind a proxy with its own authority, name that one's certificate in SSL_CERT_FILE",
+                    ) from None
                 failures = 1 if progress() > before else failures + 1
                 before = progress()
                 if failures > PATIENCE:
@@ -381,10 +392,13 @@ def _check_promises(headers: Any, pin: Pin, file: RemoteFile) -> None:
 
 
 def _wait_from(headers: Any) -> float | None:
-    """Seconds until the hub wants to be asked again, from ``Retry-After`` or ``RateLimit``; None when untold."""
+    """Seconds until the hub wants to be asked again, from ``Retry-After`` (seconds or a date) or ``RateLimit``; None
+    when untold."""
     after = str(headers.get("retry-after", "")).strip()
     if after.isdecimal():
         return float(after[:6])
+    with suppress(ValueError, TypeError):
+        return max(0.0, parsedate_to_datetime(after[:64]).timestamp() - time.time())
     match = _RESET.search(str(headers.get("ratelimit", ""))[:200])
     return float(match[1]) if match else None
 

@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from deltafin.checkpoint.tensorfile import read_bounded
-from deltafin.errors import DriveError, DriveFullError, HubChecksumError, HubError
+from deltafin.errors import DriveError, DriveFullError, HubChecksumError, HubError, ReadError
 from deltafin.hub.client import Hub, RemoteFile
 from deltafin.hub.digest import RunningDigest
 from deltafin.hub.pins import Pin
-from deltafin.store.files import fsync_path, sync, write_atomic
+from deltafin.store.files import fsync_path, patiently, sync, write_atomic
 
 SEGMENT = 16 << 20
 WORKERS = 8
@@ -195,12 +195,17 @@ def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> s
     """sha256 of a file, read once.
 
     Raises:
-        OSError: it cannot be read.
+        ReadError: it cannot be read.
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(4 << 20))
-    with open(path, "rb", buffering=0) as file:
-        while got := file.readinto(buffer):
-            digest.update(buffer[:got])
-            progress(got)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while got := patiently(lambda: file.readinto(buffer)):
+                digest.update(buffer[:got])
+                progress(got)
+    except OSError as e:
+        raise ReadError(
+            f"{path} cannot be read: {e.strerror}", remedy="check the drive and its cable, or fetch this file again"
+        ) from None
     return digest.hexdigest()

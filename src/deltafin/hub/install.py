@@ -16,6 +16,7 @@ from deltafin.checkpoint import METADATA_FILES, Checkpoint
 from deltafin.checkpoint.inventory import is_vision
 from deltafin.checkpoint.tensorfile import INDEX_NAME, SINGLE_NAME, read_bounded, read_index
 from deltafin.errors import (
+    DriveError,
     DriveFullError,
     DriveMissingError,
     HubChecksumError,
@@ -153,12 +154,23 @@ def install_in_place(
                 tell(released.files[name].size)
                 continue
             say(f"{name} → {target.parent}")
-            fetch_file(hub, pin, released.files[name], target, tell)
             if not link.is_symlink():
-                link.symlink_to(target)
+                _link(link, target)
+            fetch_file(hub, pin, released.files[name], target, tell)
             released.proved.add(name)
             released.save()
     create_store(released.folder, [], layout="in-place", home=home, progress=progress)
+
+
+def _link(link: Path, target: Path) -> None:
+    """Notes where a shard is going to be, before days are spent on fetching it."""
+    try:
+        link.symlink_to(target)
+    except OSError as e:
+        raise DriveError(
+            f"{link.parent} is on a file system without links ({e.strerror})",
+            remedy="name a folder on the system's own drive with --store; the drives may be of any kind",
+        ) from None
 
 
 def text_shards(released: Released) -> list[str]:
@@ -213,9 +225,10 @@ def adopt(
         proved: set[str] = set()
         if known is not None and known.pin == pin:
             # Those adopted without a checksum are compared now, if there is one.
-            proved = {name for name in known.proved if hub is None or known.files[name].sha256}
+            proved = {n for n in known.proved if hub is None or (n in known.files and known.files[n].sha256)}
         checkpoint = Checkpoint.open(folder)
-        released = _local_record(folder, home, hub, pin, checkpoint, proved)
+        released = _local_record(folder, home, hub, pin, checkpoint)
+        released.proved |= proved
         todo = [name for name in sorted(checkpoint.files) if name not in proved]
         tell = _teller("check", sum(checkpoint.files[name] for name in todo), progress)
         for name in todo:
@@ -244,9 +257,7 @@ def find_snapshot(folder: Path, pin: Pin) -> Path:
     )
 
 
-def _local_record(
-    folder: Path, home: Path, hub: Hub | None, pin: Pin, checkpoint: Checkpoint, proved: set[str]
-) -> Released:
+def _local_record(folder: Path, home: Path, hub: Hub | None, pin: Pin, checkpoint: Checkpoint) -> Released:
     if hub is not None:
         released = fetch_released(hub, pin, home)
         for name in METADATA_FILES:
@@ -265,7 +276,7 @@ def _local_record(
         sha256 = blob if len(blob) == 64 and set(blob) <= set("0123456789abcdef") else ""
         files[name] = RemoteFile(name, size, sha256, "")
     (home / "released").mkdir(exist_ok=True)
-    return Released(home / "released", pin, files, set(proved))
+    return Released(home / "released", pin, files)
 
 
 def _prove_local(path: Path, released: Released, pin: Pin, tell: Callable[[int], None], say: Say) -> None:

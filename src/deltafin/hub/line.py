@@ -55,7 +55,10 @@ class Line:
         """
         key = origin(url)
         proxy = self._proxy(url)
-        target = url._replace(fragment="").geturl() if proxy and url.scheme == "http" else _path(url)
+        target = _path(url)
+        if proxy and url.scheme == "http":
+            target = url._replace(fragment="").geturl()
+            headers = {**headers, **_credentials(proxy)}
         while True:
             with self._lock:
                 connection = self._idle[key].pop() if self._idle[key] else None

@@ -20,6 +20,7 @@ from deltafin.hub.download import expected_sha256
 from deltafin.hub.released import Released
 from deltafin.store.buffers import AlignedBuffer
 from deltafin.store.direct import DirectFile
+from deltafin.store.files import patiently
 from deltafin.store.ingest import Row
 from deltafin.store.manifest import Manifest
 from deltafin.store.meter import Progress
@@ -182,13 +183,12 @@ class Readback:
         nbytes = min(nbytes, int(m.length[index]) - skip, SPINE_PAGE)
         position = int(m.offset[index]) + skip
         number = int(m.file[index])
-        file = self._open.get(number)
+        lead = position % PAGE
+        room = self._buffer.view[: -(-(lead + nbytes) // PAGE) * PAGE]
         try:
-            if file is None:
-                file = self._open[number] = DirectFile(m.file_path(number))
-            lead = position % PAGE
-            room = -(-(lead + nbytes) // PAGE) * PAGE
-            file.read(self._buffer.view[:room], position - lead, lead + nbytes)
+            file = self._open.get(number) or DirectFile(m.file_path(number))
+            self._open[number] = file
+            patiently(lambda: file.read(room, position - lead, lead + nbytes))
         except (OSError, EOFError) as e:
             raise ReadError(f"{m.file_path(number)} cannot be read back: {e}", remedy="check the drive") from None
         return self._buffer.view[lead : lead + nbytes]

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+_TRIES = 3
 
 _F_FULLFSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
 
@@ -33,8 +39,26 @@ def fsync_path(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         sync(fd)
+    except OSError as e:
+        if e.errno != errno.EINVAL or not path.is_dir():
+            raise  # some file systems (exFAT in user space) write directories at once and have no sync for them
     finally:
         os.close(fd)
+
+
+def patiently(step: Callable[[], T]) -> T:
+    """Runs ``step``, and again when the drive fails for a moment: cables and hubs do.
+
+    Raises:
+        OSError: it fails every time, or in another way.
+    """
+    for _ in range(_TRIES - 1):
+        try:
+            return step()
+        except OSError as e:
+            if e.errno != errno.EIO:
+                raise
+    return step()
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -10,6 +10,7 @@ from deltafin.checkpoint import Checkpoint, Run
 from deltafin.errors import ReadError
 from deltafin.store.buffers import AlignedBuffer
 from deltafin.store.direct import DirectFile
+from deltafin.store.files import patiently
 from deltafin.store.manifest import Manifest
 from deltafin.store.types import PAGE, SPINE_PAGE
 
@@ -94,10 +95,10 @@ class BlobSource:
         buffer = _at_least(buffer, wanted)
         path = self._checkpoint.folder / run.file
         try:
-            file = self._files.get(run.file)
-            if file is None:
-                file = self._files[run.file] = DirectFile(path.resolve())
-            file.read(buffer.view[: -(-wanted // PAGE) * PAGE], run.offset - lead, wanted)
+            file = self._files.get(run.file) or DirectFile(path.resolve())
+            self._files[run.file] = file
+            view = buffer.view[: -(-wanted // PAGE) * PAGE]
+            patiently(lambda: file.read(view, run.offset - lead, wanted))
         except (OSError, EOFError) as e:
             reason = (e.strerror if isinstance(e, OSError) else None) or e
             raise ReadError(
