@@ -99,6 +99,18 @@ def test_reading_goes_on_where_it_was_cut(client: Hub, pin: Pin, served: LocalHu
     assert begins[-1] >= 100_000
 
 
+def test_an_outage_is_told_once(pin: Pin, served: LocalHub) -> None:
+    said: list[str] = []
+    client = Hub(served.endpoint, hosts=["localhost"], backoff=(0.01, 0.05), notify=said.append)
+    get(client, pin, served)
+    served.faults.append(Fault("cdn", "reset", times=5))
+    get(client, pin, served)
+    assert len(said) == 1
+    assert SHARD in said[0]
+    assert "trying again" in said[0]
+    client.close()
+
+
 def test_addresses_expire(client: Hub, pin: Pin, served: LocalHub) -> None:
     get(client, pin, served)
     served.expire()

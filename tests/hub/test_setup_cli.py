@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from typer.testing import CliRunner
 from cli.command import deltafin, environment
 from deltafin.bench.hub import Fault, LocalHub
 from deltafin.cli import setup
-from deltafin.errors import ExitCode, UsageError
+from deltafin.cli.store import _Log
+from deltafin.errors import ExitCode, StoreError, UsageError
 from deltafin.store import Store
 from deltafin.store.manifest import Manifest
+from deltafin.store.types import IngestProgress
 from store.installs_help import all_bytes, released_bytes
 
 PROMPT = ("run", "--prompt", "The capital of Norway is", "--max-new", "4", "--draft", "off")
@@ -209,3 +212,19 @@ def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...], said: str) -> N
     assert isinstance(result.exception, UsageError)
     assert said in result.exception.message
     assert not list(tmp_path.rglob("manifest.sqlite"))
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = ["--full", "--drive", str(tmp_path), "--store", str(tmp_path / "file" / "store")]
+    result = CliRunner().invoke(setup.app, arguments, standalone_mode=False)
+    assert isinstance(result.exception, StoreError)
+    assert "--store" in result.exception.remedy
+
+
+def test_days_of_fetching_leave_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    log = _Log(time.monotonic() - 61)
+    report = IngestProgress("copy", 12_300_000_000, 1_560_000_000_000, 0, (40e6, 48e6), 17_588.0)
+    log(report)
+    log(report)  # within the same minute
+    assert capsys.readouterr().err == "copy: 12.3 of 1,560.0 GB, 88 MB/s, 4.9 h left\n"

@@ -101,7 +101,11 @@ def hub(settings: Settings) -> Hub:
     Raises:
         OfflineError: the network was switched off.
     """
-    return Hub(hosts=[host.strip() for host in settings.hub_hosts.split(",") if host.strip()])
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    return Hub(
+        hosts=[host.strip() for host in settings.hub_hosts.split(",") if host.strip()],
+        notify=lambda text: console.print(text, style="dim", markup=False),
+    )
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -17,7 +17,7 @@ from rich.console import Console
 from deltafin.checkpoint.config import K3Config
 from deltafin.cli import options
 from deltafin.cli.store import Layout, drive_spec, shown_progress
-from deltafin.errors import OfflineError, UsageError
+from deltafin.errors import OfflineError, StoreError, UsageError
 from deltafin.hub import install, pins
 from deltafin.hub.client import Hub
 from deltafin.hub.pins import Pin
@@ -161,8 +161,8 @@ def _install(
     def say(text: str) -> None:
         console.print(text, style="dim", markup=False)
 
-    home.mkdir(parents=True, exist_ok=True)
-    with shown_progress(_KEPT) as show:
+    with _writing(home), shown_progress(_KEPT) as show:
+        home.mkdir(parents=True, exist_ok=True)
         if layout is Layout.IN_PLACE:
             install.install_in_place(hub, pin, specs, home, progress=show, say=say)
         else:
@@ -170,9 +170,21 @@ def _install(
     _drafts(hub, home, drafts)
 
 
+@contextmanager
+def _writing(home: Path) -> Iterator[None]:
+    """Errors of the small files' drive, which nothing below names."""
+    try:
+        yield
+    except OSError as e:
+        raise StoreError(
+            f"{e.filename or home} cannot be written: {e.strerror}",
+            remedy=f"name another folder with --store, or make room there; {_KEPT}",
+        ) from None
+
+
 def _drafts(hub: Hub, home: Path, drafts: Sequence[tuple[str, Pin]]) -> None:
     for folder, pin in drafts:
-        with shown_progress(_KEPT) as show:
+        with _writing(home), shown_progress(_KEPT) as show:
             install.fetch_draft(hub, pin, home / folder, show)
 
 
@@ -191,9 +203,9 @@ def _adopt(
         typer.echo(f"use {found} in place; every byte is read once to check it; nothing is copied")
         return
     hub = None if settings.offline else options.hub(settings)
-    home.mkdir(parents=True, exist_ok=True)
     try:
-        with shown_progress(_KEPT) as show:
+        with _writing(home), shown_progress(_KEPT) as show:
+            home.mkdir(parents=True, exist_ok=True)
             install.adopt(found, home, hub, pin, progress=show, say=lambda text: console.print(text, markup=False))
         if hub is not None:
             _drafts(hub, home, drafts)
@@ -245,7 +257,9 @@ def _propose(
         _print_plan(plan)
     if not (full or stream):
         fitting = next((plan.kind for plan in plans if plan.fits), None)
-        named = " ".join(f"--drive {spec.path}" for spec in specs)
+        named = " ".join(f"--drive {spec.path}" + (f":{spec.weight:g}" if spec.weight else "") for spec in specs)
+        if pin.repo != pins.K3.repo:
+            named += f" --repo {pin.repo} --revision {pin.revision}"
         if fitting is None:
             typer.echo("neither fits: free some space, or name more drives")
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,6 +27,7 @@ app = typer.Typer(no_args_is_help=True, help="Make, look at, check and mend inst
 
 Home = Annotated[Path, typer.Argument(help="The install's folder, or a drive that holds exactly one install.")]
 _MOST_SHOWN = 20
+_LOG_SECONDS = 60.0
 
 
 class Layout(StrEnum):
@@ -112,12 +114,12 @@ def drive_spec(text: str) -> DriveSpec:
 
 
 @contextmanager
-def shown_progress(after_interrupt: str) -> Iterator[Callable[[IngestProgress], None] | None]:
-    """A progress bar on a terminal, silence in a pipe; Ctrl-C becomes one clear sentence."""
+def shown_progress(after_interrupt: str) -> Iterator[Callable[[IngestProgress], None]]:
+    """A progress bar on a terminal, a line per minute in a pipe; Ctrl-C becomes one clear sentence."""
     console = Console(stderr=True)
     try:
         if not console.is_terminal:
-            yield None
+            yield _Log(time.monotonic())
             return
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Progress(*columns, TextColumn("{task.fields[rates]}"), console=console, transient=True) as bar:
@@ -132,6 +134,22 @@ def shown_progress(after_interrupt: str) -> Iterator[Callable[[IngestProgress], 
             yield show
     except KeyboardInterrupt:
         raise Interrupted("stopped", remedy=after_interrupt) from None
+
+
+class _Log:
+    """Progress where nobody watches: one line per minute, for work that takes days."""
+
+    def __init__(self, start: float) -> None:
+        self._last = start
+
+    def __call__(self, p: IngestProgress) -> None:
+        now = time.monotonic()
+        if now - self._last < _LOG_SECONDS:
+            return
+        self._last = now
+        left = "" if p.eta_seconds is None else f", {p.eta_seconds / 3600:,.1f} h left"
+        done = f"{p.done_bytes / 1e9:,.1f} of {p.total_bytes / 1e9:,.1f} GB"
+        typer.echo(f"{p.phase}: {done}, {sum(p.bytes_per_s) / 1e6:,.0f} MB/s{left}", err=True)
 
 
 def _print_report(report: StoreReport) -> None:

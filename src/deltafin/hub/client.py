@@ -33,6 +33,8 @@ METADATA_SECONDS = 120.0
 PATIENCE = 8
 """Failures in a row, without one new byte, after which a read is given up."""
 
+_TELL_AFTER = 3  # failures in a row
+_TELL_WAIT = 5.0  # seconds
 _LONGEST_WAIT = 900.0  # seconds; a hub's rate limit window is at most some minutes
 _BACKOFF = (0.5, 30.0)  # seconds: first and longest wait
 _PIECE = 1 << 20  # what a reset may cost of what had arrived
@@ -81,6 +83,7 @@ class Hub:
         connections: most simultaneous connections.
         timeout: seconds without a byte after which a connection counts as dead.
         backoff: (first, longest) wait in seconds between tries.
+        notify: told, once per outage, that the hub does not answer and is tried again.
 
     Raises:
         OfflineError: the network was switched off.
@@ -95,6 +98,7 @@ class Hub:
         connections: int = 16,
         timeout: float = 20.0,
         backoff: tuple[float, float] = _BACKOFF,
+        notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         offline.allow()
         if not os.environ.get("SSL_CERT_FILE") and os.environ.get("REQUESTS_CA_BUNDLE"):
@@ -110,6 +114,8 @@ class Hub:
         self._hosts = frozenset(hosts)
         self._timeout = timeout
         self._backoff = backoff
+        self._notify = notify
+        self._told = False  # about the present outage
         self._line = Line(timeout)
         self._turns = threading.Semaphore(connections)
         self._stop = threading.Event()
@@ -186,7 +192,9 @@ class Hub:
             if self._stop.is_set():
                 raise Interrupted("stopped while fetching", remedy="run the same command again to continue")
             try:
-                return step()
+                result = step()
+                self._told = False
+                return result
             except DeltafinError:
                 raise
             except (http.client.HTTPException, ValueError, OSError, _Transient) as e:
@@ -203,6 +211,9 @@ class Hub:
                 if wait is None:
                     first, longest = self._backoff
                     wait = min(longest, first * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+                if (failures == _TELL_AFTER or wait > _TELL_WAIT) and not self._told:
+                    self._told = True
+                    self._notify(f"{what}: {_reason(e)}; trying again")
                 self._stop.wait(min(wait, _LONGEST_WAIT))
 
     def _model_info(self, pin: Pin) -> Any:

@@ -171,7 +171,7 @@ class Manifest:
             raise ManifestError(f"{path} is damaged: {str(e)[:200]}", remedy=_REBUILD) from None
 
 
-_CREATE = "create it with deltafin store create, or name the right folder with --store"
+_CREATE = "make it with deltafin setup --drive DIR, or name the right folder with --store"
 
 
 def write_manifest(

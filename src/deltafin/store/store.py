@@ -258,7 +258,7 @@ def find_home(path: Path) -> Path:
         raise ManifestError(f"{path} holds several installs: {names}", remedy="name one of them")
     raise ManifestError(
         f"{path} holds no install ({MANIFEST_NAME} is missing)",
-        remedy="create one with deltafin store create, or name the right folder",
+        remedy="make one with deltafin setup (or, from files, deltafin store create), or name the right folder",
     )
 
 
