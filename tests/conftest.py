@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Generator, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltafin import backends
 from deltafin.store.create import create_store
 from deltafin.store.types import DriveSpec
 
@@ -19,6 +22,13 @@ ORACLE = ROOT / "tests/data/oracle"
 
 BACKENDS = ("torch", "mlx", "mlx_lm")
 """Frameworks of which a machine needs only one: a Mac has no PyTorch, and MLX is an extra elsewhere."""
+
+
+def pytest_configure() -> None:
+    """A test that names no backend means PyTorch, on every machine that has it."""
+    if backends.apple_silicon() and find_spec("torch"):
+        os.environ["K3_BACKEND"] = "torch"  # for commands
+        backends.apple_silicon = lambda: False  # for engines
 
 
 class _BackendModule(pytest.Module):
@@ -54,10 +64,8 @@ def pytest_runtest_makereport(
 @pytest.fixture(autouse=True)
 def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No test reads or writes the user's own Deltafin folder or settings."""
-    import os
-
     for name in list(os.environ):
-        if name.startswith("K3_") and name not in ("K3_TOKENIZER_DIR", "K3_ISA"):
+        if name.startswith("K3_") and name not in ("K3_TOKENIZER_DIR", "K3_ISA", "K3_BACKEND"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("K3_HOME", str(tmp_path / "k3-home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "k3-config"))

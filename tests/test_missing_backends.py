@@ -61,3 +61,17 @@ def test_what_needs_an_absent_framework_is_skipped(text: str, outcome: dict[str,
         assert (f"{outcome[word]} {word}" in last) if word in outcome else (word not in last), done.stdout
     if "skipped" in outcome:
         assert "needs torch, which is not installed here" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["--help", "info", "doctor", "bench", "run"])
+def test_no_command_needs_a_framework_to_explain_itself(command: str, tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = sys.modules["mlx"] = sys.modules["mlx.core"] = None
+sys.argv = ["deltafin", {command!r}, "--help"]
+from deltafin.cli.main import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout

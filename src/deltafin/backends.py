@@ -13,6 +13,9 @@ from deltafin.errors import MachineError, UsageError
 BackendChoice = Literal["auto", "torch", "mlx"]
 Precision = Literal["auto", "bf16", "fp32"]
 
+_BY_SPEED: tuple[BackendName, BackendName] = ("mlx", "torch")
+"""On Apple Silicon; elsewhere the other way round."""
+
 
 def apple_silicon() -> bool:
     """Whether this is a Mac on which MLX has a GPU."""
@@ -20,10 +23,11 @@ def apple_silicon() -> bool:
 
 
 def choose(choice: BackendChoice) -> BackendName:
-    """The backend that ``choice`` means on this machine."""
-    if choice == "auto":
-        return "mlx" if apple_silicon() else "torch"
-    return choice
+    """The backend that ``choice`` means on this machine: for ``auto`` the faster one here that is installed."""
+    if choice != "auto":
+        return choice
+    first, second = _BY_SPEED if apple_silicon() else reversed(_BY_SPEED)
+    return second if not _installed(first) and _installed(second) else first
 
 
 def open_backend(choice: BackendChoice = "auto", precision: Precision = "auto") -> Backend:
@@ -53,12 +57,15 @@ def open_backend(choice: BackendChoice = "auto", precision: Precision = "auto") 
     return MlxBackend("fp32" if precision == "fp32" else "bf16")
 
 
-def _require(module: str, package: str, choice: BackendChoice) -> None:
+def _installed(module: str) -> bool:
     try:
-        found = find_spec(module) is not None
+        return find_spec(module) is not None
     except (ImportError, ValueError):
-        found = False
-    if not found:
+        return False
+
+
+def _require(module: str, package: str, choice: BackendChoice) -> None:
+    if not _installed(module):
         other = "torch" if module == "mlx" else "mlx"
         hint = "" if choice == "auto" else f", or use --backend {other}"
         raise MachineError(f"the {module} backend is not installed here", remedy=f"pip install '{package}'{hint}")

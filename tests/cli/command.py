@@ -10,7 +10,7 @@ from pathlib import Path
 
 def environment(home: Path) -> dict[str, str]:
     """The caller's environment with a private Deltafin folder."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("K3_") or k == "K3_ISA"}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("K3_") or k in ("K3_ISA", "K3_BACKEND")}
     return clean | {"K3_HOME": str(home), "XDG_CONFIG_HOME": str(home / "config"), "COLUMNS": "200"}
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")  # of the PyTorch backend; tests/apple has the like for MLX
+
 from bits import Trace, greedy
 from conftest import in_place, striped
 from deltafin.errors import MemoryBudgetError

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")  # of the PyTorch backend; tests/apple has the like for MLX
+
 from conftest import MINI, ORACLE
 from deltafin.generation.engine import Engine, EngineOptions
 from deltafin.generation.events import Finished, TokenDecided

@@ -14,6 +14,7 @@ import mlx.core as mx
 from deltafin.apple import rows, selftest
 from deltafin.apple.frames import MlxFrames
 from deltafin.apple.kda import replay
+from deltafin.apple.limits import apply_limits
 from deltafin.apple.memory import MlxSpineMemory
 from deltafin.apple.state import MlxState
 from deltafin.apple.target import MlxTarget
@@ -25,9 +26,6 @@ from deltafin.store.store import Store
 from deltafin.streaming.experts import ExpertStream
 from deltafin.streaming.spine import Spine
 from deltafin.streaming.stop import StopFlag
-
-_CACHE_BYTES = 256 << 20
-"""Freed arrays MLX may keep for reuse: the transients of a pass, not a second memory budget."""
 
 
 class MlxBackend:
@@ -47,7 +45,7 @@ class MlxBackend:
         """Compares the kernels with their reference; see ``Backend``."""
         if threads is not None:
             raise UsageError("--threads has no effect with the mlx backend", remedy="drop it, or use --backend torch")
-        mx.set_cache_limit(_CACHE_BYTES)
+        apply_limits()
         selftest.check(self._activations)
 
     def describe(self) -> str:

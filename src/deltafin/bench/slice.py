@@ -23,10 +23,10 @@ import psutil
 from deltafin.bench.synthetic import released_config, write_synthetic_checkpoint
 from deltafin.checkpoint.config import K3Config
 from deltafin.checkpoint.inventory import spine_inventory
+from deltafin.contract import State
 from deltafin.errors import DriveFullError, UsageError
 from deltafin.expert_layout import ExpertLayout
 from deltafin.generation.engine import Engine, EngineOptions
-from deltafin.model.state import SequenceState
 from deltafin.store.buffers import aligned_memory
 from deltafin.store.create import create_store
 from deltafin.store.direct import DirectFile
@@ -209,7 +209,7 @@ def measure_decode(
         foretold: tell the stream the routes beforehand, as a perfect predictor would.
     """
     rng = random.Random(seed)
-    state = SequenceState.empty(engine.config, engine.plan.context)
+    state = engine.backend.state(engine.config, engine.plan.context)
     engine.target.forward([1, 2, 3, 4], state)
     state.commit(4)
     steps = []
@@ -251,7 +251,7 @@ def _foretold(engine: Engine, first: int) -> Iterator[None]:
         del stream.look_ahead, stream.look_again
 
 
-def _timed_pass(engine: Engine, token: list[int], state: SequenceState, first: int) -> tuple[float, float]:
+def _timed_pass(engine: Engine, token: list[int], state: State, first: int) -> tuple[float, float]:
     """Seconds of one pass, and of its layers behind ``first``."""
     started = mark = end = time.perf_counter()
     for done in engine.target.run(token, state):
@@ -269,7 +269,7 @@ def measure_streamed(engine: Engine, tokens: int, compute: float, *, seed: int =
         compute: seconds of a pass with everything in memory, measured elsewhere in the same run.
     """
     rng = random.Random(seed)
-    state = SequenceState.empty(engine.config, engine.plan.context)
+    state = engine.backend.state(engine.config, engine.plan.context)
     engine.target.forward([1, 2, 3, 4], state)
     state.commit(4)
     units = [u for u in engine.store.spine_keys if u not in engine.plan.resident_units and u != "embed"]
@@ -305,7 +305,7 @@ def measure_prefill(engine: Engine, rows: int, *, seed: int = 0, rates: Sequence
     rng = random.Random(seed)
     prompt = [rng.randrange(VOCAB) for _ in range(rows)]
     engine.experts.clear_tier()
-    state = SequenceState.empty(engine.config, engine.plan.context)
+    state = engine.backend.state(engine.config, engine.plan.context)
     before = engine.experts.stats.copy()
     started = time.perf_counter()
     engine.target.forward(prompt, state, logits="last")
