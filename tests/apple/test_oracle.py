@@ -25,6 +25,7 @@ BF16_TIE = 0.75
 
 @pytest.fixture(scope="module")
 def torch(mini_store: Path) -> Iterator[Engine]:
+    pytest.importorskip("torch")
     with Engine.open(mini_store, EngineOptions(backend="torch", context=2048, draft="off")) as opened:
         yield opened
 
