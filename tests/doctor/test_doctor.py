@@ -117,6 +117,12 @@ def test_no_install_is_no_failure(tmp_path: Path) -> None:
     assert any("deltafin setup" in f.remedy for f in found)
 
 
+def test_a_setup_that_was_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "home/released").mkdir(parents=True)
+    (bad,) = problems(tmp_path / "home")
+    assert "run the same deltafin setup again" in bad.remedy
+
+
 def test_damaged_drafts_are_named(home: Path) -> None:
     (home / "dspark").mkdir()
     (home / "dspark/config.json").write_text("{}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from deltafin import offline
 from deltafin.bench.hub import Fault, LocalHub
 from deltafin.checkpoint.inventory import expert_prefix
 from deltafin.errors import HubChecksumError
@@ -167,3 +169,38 @@ def test_home_lookup(client: Hub, pin: Pin, tmp_path: Path) -> None:
     home = tmp_path / "home"
     install.install_striped(client, pin, make_drives(tmp_path, (1.0,)), home, experts=False)
     assert find_home(home) == home
+
+
+@pytest.mark.slow
+def test_after_all_prompts_the_network_is_not_needed(
+    client: Hub,
+    pin: Pin,
+    served: LocalHub,
+    tmp_path: Path,
+    prompts: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+    from deltafin.generation.engine import Engine, EngineOptions
+    from deltafin.generation.events import TokenDecided
+
+    home = tmp_path / "home"
+    install.install_striped(client, pin, make_drives(tmp_path, (1.0, 1.0)), home, experts=False)
+
+    def answers(options: EngineOptions) -> list[list[int]]:
+        with Engine.open(home, options) as engine:
+            return [
+                [
+                    e.token
+                    for e in engine.session().generate(p["ids"], max_new=8, stop=())
+                    if isinstance(e, TokenDecided)
+                ]
+                for p in prompts
+            ]
+
+    options = EngineOptions(context=1024, draft="off", supplier=supplier_for(lambda: client))
+    first = answers(options)
+    asked = len(served.log)
+    monkeypatch.setitem(offline._state, "forbidden", True)
+    assert answers(EngineOptions(context=1024, draft="off")) == first
+    assert len(served.log) == asked

@@ -18,10 +18,10 @@ from deltafin.doctor.finding import Finding, Level, failed
 from deltafin.doctor.mac import examine_mac
 from deltafin.errors import DeltafinError, ExitCode
 from deltafin.hub.install import text_shards
-from deltafin.hub.released import Released
+from deltafin.hub.released import FOLDER, Released
 from deltafin.store import replicas
 from deltafin.store.drives import elsewhere, read_rate
-from deltafin.store.manifest import Manifest
+from deltafin.store.manifest import MANIFEST_NAME, Manifest
 from deltafin.store.store import check_metadata, find_home
 from deltafin.store.survey import DriveReport, inspect_store
 from deltafin.store.types import IngestProgress
@@ -61,7 +61,11 @@ def examine(
         found = find_home(home)
         manifest = Manifest.load(found)
     except DeltafinError as e:
-        if home.exists():
+        if (home / FOLDER).is_dir() and not (home / MANIFEST_NAME).exists():
+            what = f"{home}: a setup was begun and is unfinished"
+            again = "run the same deltafin setup again: what was fetched is kept"
+            yield Finding("install", Level.FAIL, what, "nothing can be computed with it yet", again, ExitCode.STORE)
+        elif home.exists():
             yield failed("install", e, "the install cannot be opened")
         else:
             yield Finding(
