@@ -121,7 +121,7 @@ def test_generation_pauses_and_continues(mini_target: Path, tmp_path: Path, plug
                 reason = event.reason
         return tokens, reason
 
-    with Engine.open(home, EngineOptions(tier=0, threads=1, draft="off")) as engine:
+    with Engine.open(home, EngineOptions(tier=0, draft="off")) as engine:
         expected, _ = run(engine, 0, lambda: None)
 
         def pull() -> None:

@@ -131,6 +131,8 @@ class DSpark:
         self.hopeless = 0.02
         self.capacity = capacity
         self._empty = mx.zeros((c.num_hidden_layers, 0, c.kv_lora_rank + c.qk_rope_head_dim), dtype=mx.float32)
+        # A session may be made in one thread and run in another, and MLX evaluates only where it wrote down.
+        mx.eval(self._shared_norm, self._final_norm, self._confidence, self._confidence_bias, self._empty)
         self.reset()
 
     def reset(self, position: int = 0) -> None:

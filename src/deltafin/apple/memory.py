@@ -67,7 +67,9 @@ class Landing:
         flat = self.base[begin : begin + nbytes]
         if (self.address + offset) % dtype.size:
             flat = mx.contiguous(flat + mx.array(0, dtype=mx.uint8))
-        return flat.view(dtype).reshape(shape)
+        made = flat.view(dtype).reshape(shape)
+        mx.eval(made)  # MLX evaluates an array only in the thread that wrote it down
+        return made
 
 
 class MlxSpineMemory:

@@ -104,7 +104,10 @@ class MlxState:
                 kda[layer] = KdaState(
                     mx.zeros((heads, dim, dim)), mx.zeros((config.conv_kernel - 1, 3 * width), dtype=activations)
                 )
-        return cls(config, context, kda, mla, replay)
+        made = cls(config, context, kda, mla, replay)
+        # A session may be made in one thread and run in another, and MLX evaluates only where it wrote down.
+        mx.eval([(held.recurrent, held.history) for held in kda.values()], [held.rows for held in mla.values()])
+        return made
 
     def begin(self, rows: int, *, partial: bool) -> None:
         """Opens a pass of ``rows`` provisional positions; an uncommitted earlier pass is abandoned.
@@ -190,6 +193,7 @@ class MlxState:
             kda.ahead = kda.raw = kda.rows = None
         for layer, mla in self.mla.items():
             mla.rows = plan[f"mla.{layer}.rows"]
+        mx.eval(plan)
         self.position, self.pending, self.taps = position, 0, []
 
 
