@@ -352,3 +352,28 @@ def test_a_cache_is_only_read_and_may_reach_another_volume(
                 path.chmod(0o755)
     assert state() == before
     assert {drive.path for drive in Manifest.load(tmp_path / "home").drives} == {cache / "blobs", volume}
+
+
+def test_reads_that_heal_during_generation(mini_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from deltafin.generation.engine import Engine, EngineOptions
+    from deltafin.generation.events import TokenDecided
+
+    with Engine.open(mini_store, EngineOptions(context=256, tier=0, draft="off")) as engine:
+
+        def answer() -> list[int]:
+            events = engine.session().generate([40, 41, 42], max_new=4, stop=())
+            return [e.token for e in events if isinstance(e, TokenDecided)]
+
+        expected = answer()
+        calls = [0]
+
+        def preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+            calls[0] += 1
+            if calls[0] % 50 == 7:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return REAL_PREADV(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        assert answer() == expected
+        assert sum(drive.retries for drive in engine.store.reader.stats()) > 0

@@ -16,7 +16,10 @@ from cli.command import deltafin, environment
 from deltafin.bench.hub import Fault, LocalHub
 from deltafin.cli import setup
 from deltafin.cli.store import _Log
-from deltafin.errors import ExitCode, StoreError, UsageError
+from deltafin.errors import DriveFullError, ExitCode, StoreError, UsageError
+from deltafin.hub import install
+from deltafin.hub.client import Hub
+from deltafin.hub.pins import Pin
 from deltafin.store import Store
 from deltafin.store.manifest import Manifest
 from deltafin.store.types import IngestProgress
@@ -104,8 +107,10 @@ def test_plan(user: User) -> None:
     assert full["fits"]
     assert full["link_bytes_per_s"] > 0
     assert not user.store.exists()
-    code, out, _ = user.setup("--no-draft")
+    assert full["home"]["bytes"] == 0
+    code, out, _ = user.setup("--draft-repo", f"mini/dspark@{user.hub.revision}")
     assert code == 0
+    assert f"{user.store}: 0.01 GB of" in out
     assert "proposed: deltafin setup --full --drive" in out
     assert not user.store.exists()
 
@@ -191,9 +196,29 @@ def test_a_hub_that_is_away(user: User) -> None:
     assert code == ExitCode.HUB
     assert "HF_ENDPOINT" in err
     user.hub.faults.append(Fault("api", "status", times=-1, value=404))
-    code, _, err = user.setup("--full")
+    code, _, err = user.setup("--full", "--no-draft")
     assert code == ExitCode.HUB
     assert "has no mini/k3" in err
+    # What cannot be completed never ends well, and what is missing of it is known before anything large is fetched.
+    user.hub.faults.clear()
+    code, _, err = user.setup("--full", "--draft-repo", f"mini/none@{user.hub.revision}")
+    assert code == ExitCode.HUB
+    assert "has no mini/none" in err
+    assert not user.hub.requests("cdn")
+    user.hub.faults.append(Fault("cdn", "status", times=-1, value=404, name="model-00003-of-000004.safetensors"))
+    code, out, err = user.setup("--full", "--no-draft")
+    assert (code, out) == (ExitCode.HUB, "")
+    assert "model-00003" in err
+
+
+def test_drafts_that_do_not_fit(user: User, client: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = [("dspark", Pin("mini/dspark", user.hub.revision))]
+    setup._check_drafts(client, user.store, drafts)
+    monkeypatch.setattr(setup, "free_at", lambda _: 5_000_000)
+    with pytest.raises(DriveFullError, match=r"the drafts need 0\.01 GB"):
+        setup._check_drafts(client, user.store, drafts)
+    install.fetch_draft(client, drafts[0][1], user.store / "dspark")
+    setup._check_drafts(client, user.store, drafts)
 
 
 @pytest.mark.parametrize(

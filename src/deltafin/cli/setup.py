@@ -17,11 +17,11 @@ from rich.console import Console
 from deltafin.checkpoint.config import K3Config
 from deltafin.cli import options
 from deltafin.cli.store import Layout, drive_spec, shown_progress
-from deltafin.errors import OfflineError, StoreError, UsageError
+from deltafin.errors import DriveFullError, OfflineError, StoreError, UsageError
 from deltafin.hub import install, pins
 from deltafin.hub.client import Hub
 from deltafin.hub.pins import Pin
-from deltafin.hub.plan import SetupPlan, draft_bytes, measure_link, plan_setup
+from deltafin.hub.plan import SetupPlan, draft_bytes, free_at, measure_link, plan_setup
 from deltafin.hub.released import Released, fetch_released
 from deltafin.hub.upgrade import upgrade as upgrade_install
 from deltafin.settings import Settings
@@ -161,6 +161,7 @@ def _install(
     def say(text: str) -> None:
         console.print(text, style="dim", markup=False)
 
+    _check_drafts(hub, home, drafts)
     with _writing(home), shown_progress(_KEPT) as show:
         home.mkdir(parents=True, exist_ok=True)
         if layout is Layout.IN_PLACE:
@@ -168,6 +169,22 @@ def _install(
         else:
             install.install_striped(hub, pin, specs, home, experts=full, progress=show, say=say)
     _drafts(hub, home, drafts)
+
+
+def _check_drafts(hub: Hub, home: Path, drafts: Sequence[tuple[str, Pin]]) -> None:
+    """The drafts come last: that they exist and fit is made sure of before days are spent on the rest."""
+    missing = 0
+    for folder, pin in drafts:
+        if not install.draft_complete(home / folder, pin):
+            missing += draft_bytes(hub.files(pin))
+            parts = (home / folder).glob("model.safetensors*")
+            missing -= sum(path.stat().st_blocks * 512 for path in parts if path.is_file())
+    free = free_at(home)
+    if missing > free:
+        raise DriveFullError(
+            f"{home} has {_gb(free)} free; the drafts need {_gb(missing)}",
+            remedy="name a folder with more room with --store, or leave them out with --no-draft",
+        )
 
 
 @contextmanager
@@ -249,7 +266,7 @@ def _propose(
         link = measure_link(hub, pin, released)
     extra = sum(draft_bytes(hub.files(draft)) for _, draft in drafts)
     kinds = [Kind.FULL] if full else [Kind.STREAM] if stream else [Kind.FULL, Kind.STREAM]
-    plans = [plan_setup(kind.value, config, specs, extra, link) for kind in kinds]
+    plans = [plan_setup(kind.value, config, specs, home, extra, link) for kind in kinds]
     if as_json:
         typer.echo(json.dumps([asdict(plan) for plan in plans], default=str, indent=2))
         return
@@ -271,6 +288,10 @@ def _print_plan(plan: SetupPlan) -> None:
     for drive in plan.drives:
         speed = f", reads {drive.bytes_per_s / 1e6:,.0f} MB/s" if drive.bytes_per_s else ""
         typer.echo(f"  {drive.path}: {_gb(drive.bytes)} of {_gb(drive.free)} free{speed}")
+    if plan.draft_bytes:
+        typer.echo(
+            f"  {plan.home.path}: {_gb(plan.home.bytes)} of {_gb(plan.home.free)} free, for drafts and small files"
+        )
     if plan.kind == "stream":
         typer.echo(f"  experts ({_gb(plan.expert_bytes)} in all) are fetched on first use and stay")
     if plan.seconds is not None:

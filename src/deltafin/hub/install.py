@@ -359,8 +359,7 @@ def fetch_draft(hub: Hub, pin: Pin, folder: Path, progress: Progress | None = No
     Raises:
         HubError, HubChecksumError, DriveError: as named; finished work is kept.
     """
-    record = folder / RECORD
-    if _draft_complete(record, pin, folder):
+    if draft_complete(folder, pin):
         return
     listed = hub.files(pin)
     files = [listed[name] for name in DRAFT_FILES if name in listed]
@@ -377,16 +376,17 @@ def fetch_draft(hub: Hub, pin: Pin, folder: Path, progress: Progress | None = No
             write_atomic(folder / file.name, fetch_small(hub, pin, file, limit))
             tell(file.size)
     write_atomic(
-        record,
+        folder / RECORD,
         json.dumps(
             {"repo": pin.repo, "revision": pin.revision, "files": {file.name: file.size for file in files}}, indent=1
         ).encode(),
     )
 
 
-def _draft_complete(record: Path, pin: Pin, folder: Path) -> bool:
+def draft_complete(folder: Path, pin: Pin) -> bool:
+    """Whether ``folder`` holds the draft ``pin`` already."""
     try:
-        known = json.loads(read_bounded(record, 1 << 20))
+        known = json.loads(read_bounded(folder / RECORD, 1 << 20))
         same = (known["repo"], known["revision"]) == (pin.repo, pin.revision)
         return same and all((folder / name).stat().st_size == size for name, size in known["files"].items())
     except Exception:

@@ -26,7 +26,7 @@ _MEASURE_FROM = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class DrivePlan:
-    """One drive's part: bytes it gets, bytes free on it, its measured reads in bytes per second (0: not measured)."""
+    """One folder's part: bytes it gets, bytes free there, its measured reads in bytes per second (0: not measured)."""
 
     path: Path
     bytes: int
@@ -44,7 +44,8 @@ class SetupPlan:
         expert_bytes: of all experts, which a streaming install fetches one by one.
         draft_bytes: of drafts, part of ``bytes``.
         drives: their parts.
-        fits: whether every drive has room.
+        home: that of the folder with the drafts and small files.
+        fits: whether there is room for all of them.
         link_bytes_per_s: measured; 0 when it could not be.
         seconds: to fetch ``bytes``; None when unknown.
         tokens_per_s: upper bound by the drives' speed with nothing in RAM; None when they were not measured.
@@ -55,6 +56,7 @@ class SetupPlan:
     expert_bytes: int
     draft_bytes: int
     drives: tuple[DrivePlan, ...]
+    home: DrivePlan
     fits: bool
     link_bytes_per_s: float
     seconds: float | None
@@ -62,7 +64,14 @@ class SetupPlan:
 
 
 def plan_setup(
-    kind: str, config: K3Config, drives: Sequence[DriveSpec], draft_bytes: int, link: float, *, measure: bool = True
+    kind: str,
+    config: K3Config,
+    drives: Sequence[DriveSpec],
+    home: Path,
+    draft_bytes: int,
+    link: float,
+    *,
+    measure: bool = True,
 ) -> SetupPlan:
     """Plans an install of ``kind``.
 
@@ -70,7 +79,8 @@ def plan_setup(
         kind: ``full`` or ``stream``.
         config: of the model.
         drives: existing directories.
-        draft_bytes: of the drafts that go with it, onto the first drive.
+        home: folder of the drafts and small files; need not exist yet.
+        draft_bytes: of the drafts that go with it.
         link: bytes per second of the connection; 0 when unknown.
         measure: read from the drives to learn their speed, when the model is large enough to pay for it.
 
@@ -88,18 +98,19 @@ def plan_setup(
     parts = tuple(
         DrivePlan(
             spec.path,
-            round(payload * weight / sum(weights)) + (draft_bytes if index == 0 else 0),
+            round(payload * weight / sum(weights)),
             shutil.disk_usage(spec.path).free,
             rate,
         )
-        for index, (spec, weight, rate) in enumerate(zip(drives, weights, rates, strict=True))
+        for spec, weight, rate in zip(drives, weights, rates, strict=True)
     )
+    own = DrivePlan(home, draft_bytes, free_at(home), 0.0)
     needed: dict[int, int] = {}
-    for part in parts:
-        device = os.stat(part.path).st_dev
+    for part in (*parts, own):
+        device = os.stat(_existing(part.path)).st_dev
         needed[device] = needed.get(device, 0) + part.bytes
     reserve = _RESERVE if experts > _MEASURE_FROM else 0
-    fits = all(needed[os.stat(p.path).st_dev] + reserve <= p.free for p in parts)
+    fits = all(needed[os.stat(_existing(p.path)).st_dev] + reserve <= p.free for p in (*parts, own))
     total = payload + draft_bytes
     per_token = expert * len(config.moe_layers) * config.experts_per_token
     return SetupPlan(
@@ -108,11 +119,21 @@ def plan_setup(
         experts,
         draft_bytes,
         parts,
+        own,
         fits,
         link,
         total / link if link else None,
         sum(rates) / per_token if all(rates) and rates else None,
     )
+
+
+def free_at(folder: Path) -> int:
+    """Bytes free where ``folder`` is, or is going to be."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def draft_bytes(listed: dict[str, RemoteFile]) -> int:
