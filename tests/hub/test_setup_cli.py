@@ -241,7 +241,7 @@ def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...], said: str) -> N
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    arguments = ["--full", "--drive", str(tmp_path), "--store", str(tmp_path / "file" / "store")]
+    arguments = ["--full", "--no-draft", "--drive", str(tmp_path), "--store", str(tmp_path / "file" / "store")]
     result = CliRunner().invoke(setup.app, arguments, standalone_mode=False)
     assert isinstance(result.exception, StoreError)
     assert "--store" in result.exception.remedy
