@@ -18,6 +18,7 @@ import random
 from pathlib import Path
 
 from deltafin.bench.slice import (
+    PREFILL_TIER,
     Step,
     measure_decode,
     measure_prefill,
@@ -84,8 +85,10 @@ def measure(home: Path, a: argparse.Namespace, threads: int | None) -> None:
                 recalls = [f"{name} {s.recall:.2f}" for layer in report for name, s in layer.items()]
                 stats = engine.experts.stats
                 print(f"{'':34} read ahead {stats.ahead_used} of {stats.reads}; recall by layer: {', '.join(recalls)}")
-            for rows in a.prefill if ahead == "on" else []:
-                show(f"  prefill of {rows}", measure_prefill(engine, rows, rates=rates))
+        if ahead == "on" and a.prefill:
+            with open_slice(home, rates=rates, tier=PREFILL_TIER, **fixed) as engine:
+                for rows in a.prefill:
+                    show(f"  prefill of {rows}", measure_prefill(engine, rows, rates=rates))
     with open_slice(home, depth=a.depth, threads=threads, **streaming_options(home)) as engine:
         steps = measure_streamed(engine, max(4, a.tokens // 3), whole.compute)
         show("spine streamed too", medians(steps))

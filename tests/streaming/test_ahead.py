@@ -264,3 +264,31 @@ def test_a_corrupt_expert_read_ahead_is_reported_only_when_it_is_needed(
             with pytest.raises(SliceCorruptError):
                 engine.target.forward([5], state)
         _nothing_is_lost(engine.experts)
+
+
+@pytest.mark.parametrize("tier", [40, 300])
+def test_a_long_pass_borrows_from_the_tier(
+    tier: int, mini_store: Path, prompts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent: list[int] = []
+    lend = ExpertStream._lend
+
+    def watched(self: ExpertStream, wanted: int) -> None:
+        lend(self, wanted)
+        lent.append(self._lent)
+
+    monkeypatch.setattr(ExpertStream, "_lend", watched)
+    long = (prompts[0]["ids"] * 9)[:220]
+    outcomes = []
+    for prefetch in (False, True):
+        options = EngineOptions(context=512, tier=tier, prefetch=prefetch, prefill_rows=100)
+        with Engine.open(mini_store, options) as engine:
+            first = run(engine, long[:30])  # fills the tier
+            outcomes.append((first, run(engine, long)))
+            assert engine.experts.tier_capacity == tier
+            assert engine.experts._lent == 0
+            if prefetch:
+                assert max(lent) > 0
+                assert max(lent) <= tier // 2
+            _nothing_is_lost(engine.experts)
+    assert outcomes[0] == outcomes[1]

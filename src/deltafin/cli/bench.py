@@ -11,7 +11,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deltafin.bench.slice import Step, measure_decode, measure_prefill, medians, open_slice, slice_bytes, slice_install
+from deltafin.bench.slice import (
+    PREFILL_TIER,
+    Step,
+    measure_decode,
+    measure_prefill,
+    medians,
+    open_slice,
+    slice_bytes,
+    slice_install,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
 
@@ -49,8 +58,9 @@ def slice_(
                     rows.append((name, medians([d.token for d in decoded])))
                     if layers > 2:
                         rows.append(("  its layers from 2", medians([d.settled for d in decoded])))
-                    if ahead:
-                        rows += [(f"prompt of {n:,}", measure_prefill(engine, n)) for n in prefill or []]
+            if prefill:
+                with open_slice(home, depth=depth, tier=PREFILL_TIER) as engine:
+                    rows += [(f"prompt of {n:,}", measure_prefill(engine, n)) for n in prefill]
     if as_json:
         typer.echo(json.dumps([{"what": n, **asdict(s), "over_ceiling": s.over_ceiling} for n, s in rows], indent=2))
         return

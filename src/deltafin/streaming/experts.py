@@ -134,6 +134,7 @@ class ExpertStream:
         self._long = False
         self._windows = [0.0] * self._layers
         self._late_windows = [0.0] * self._layers
+        self._lent = 0  # frames of the tier, see ``_lend``
         self._rejected: npt.NDArray[np.integer] | None = None
         self._looked: int | None = None  # the layer that was looked ahead for
         self._looked_again = 0.0  # when
@@ -150,8 +151,8 @@ class ExpertStream:
 
     @property
     def tier_capacity(self) -> int:
-        """Experts the tier may keep."""
-        return self._policy.capacity
+        """Experts the tier may keep; during a long pass it lends some of their frames to reads ahead."""
+        return self._policy.capacity + self._lent
 
     @property
     def tier_used(self) -> int:
@@ -171,6 +172,8 @@ class ExpertStream:
             rejected: routes of the position behind them under the token a draft expected there, [layers, k]: K3 will
                 say another token, and may well use many of the same experts for it.
         """
+        self._policy.capacity += self._lent
+        self._lent = 0
         self._policy.observe(routes)
         self._rejected = rejected
 
@@ -179,8 +182,8 @@ class ExpertStream:
 
         Call it between passes.
         """
-        change = frames - self._policy.capacity
-        self._policy.capacity = frames
+        change = frames - self.tier_capacity
+        self._policy.capacity, self._lent = frames, 0
         if change > 0:
             self._arena.revive(change)
             return
@@ -241,7 +244,7 @@ class ExpertStream:
             layer: the next layer with routed experts.
             predict: asked only when the answer can pay for itself.
             long: many rows are on their way, so that all predicted experts are needed: read in the given order for as
-                long as there are frames.
+                long as there are frames, of which the tier lends some.
         """
         if not self._ahead or len(self._kept) == self._layers * self._experts:
             return
@@ -250,6 +253,7 @@ class ExpertStream:
         if long:
             ranked = predict(layer) or ()
             self._wishes = deque((layer, e) for e in ranked if not self._known((layer, e)))
+            self._lend(len(self._wishes))
             self._grant_wishes()
             return
         if not self._missed[index]:
@@ -272,6 +276,27 @@ class ExpertStream:
     def may_look_ahead(self, layer: int) -> bool:
         """Whether ``look_ahead`` may ask for predictions, for callers to whom these are cheaper beforehand."""
         return self._ahead and len(self._kept) < self._layers * self._experts and self._missed[layer - self._first]
+
+    def _lend(self, wanted: int) -> None:
+        """Gives up to half of the tier's frames to the reads ahead of a long pass, until its tokens are committed.
+
+        Between two layers of a long pass lies the attention of all its rows, in which the drives could bring more
+        experts than are otherwise in flight. What leaves the tier is what will be used last.
+        """
+        policy = self._policy
+        if policy.holds_all:
+            return
+        more = min(wanted - len(self._arena.free), policy.capacity // 2 - self._lent)
+        if more <= 0:
+            return
+        self._lent += more
+        policy.capacity -= more
+        while len(policy) > policy.capacity:
+            victim = policy.evict(self._leased)
+            if victim is None:
+                break
+            self._arena.free.append(self._kept.pop(victim).frame)
+            self.stats.evictions += 1
 
     def look_again(self, layer: int, predict: Predict) -> None:
         """Looks ahead once more when all of the layer before ``layer`` is known: only an attention is missing now.
@@ -368,7 +393,9 @@ class ExpertStream:
             arrivals.put(_Arrival(key, error, time.perf_counter()))
 
         try:
-            flight.ticket = self._store.reader.submit(plan, self._arena.view(frame), done, prefetch=ahead)
+            # In a long pass guesses are nearly certain and no demand is waiting: they get the drives' full depth.
+            prefetch = ahead and not self._long
+            flight.ticket = self._store.reader.submit(plan, self._arena.view(frame), done, prefetch=prefetch)
         except BaseException:
             del self._flights[key]
             self._arena.free.append(frame)
