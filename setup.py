@@ -65,6 +65,8 @@ setup(
             extra_compile_args=[*COMMON, "-pthread"],
             extra_link_args=["-pthread"],
             cxx_std=17,
+            # A Mac computes with MLX: these kernels only serve PyTorch, and need not keep it from being installed.
+            optional=platform.system() == "Darwin",
         )
     ],
     cmdclass={"build_ext": BuildKernels},

@@ -17,6 +17,7 @@ from deltafin.errors import HubError, Interrupted, ReadError, SliceCorruptError,
 from deltafin.generation.engine import Engine, EngineOptions
 from deltafin.generation.events import Finished, TokenDecided
 from deltafin.store import ReadPlan, Store, aligned_memory, create_store
+from deltafin.store import drives as drives_module
 from deltafin.store.direct import DirectFile
 from deltafin.store.manifest import Manifest, PresenceLog
 from deltafin.store.source import BlobSource
@@ -87,6 +88,28 @@ def test_a_read_waits_for_its_drive(tiny_once: Path, tmp_path: Path, plug: Plug)
         assert [("is gone" in s, "going on" in s) for s in said] == [(True, False), (False, True)]
         assert all_bytes(store) == released_bytes(tiny_once)
         assert len(said) == 2, "descriptors were renewed: later reads are ordinary ones"
+
+
+def test_a_read_goes_on_where_its_drive_is_mounted_now(
+    tiny_once: Path, tmp_path: Path, plug: Plug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = create_store(tiny_once, make_drives(tmp_path, (1.0, 1.0)), layout="striped", home=tmp_path / "home")
+    now = tmp_path / "Volumes" / "drive1"
+    now.parent.mkdir()
+    monkeypatch.setattr(drives_module, "_mount_points", lambda: [now.parent])
+    said: list[str] = []
+    with Store.open(home, notify=said.append) as store:
+        plan = on_drive_1(store)
+        first = read(store.reader, plan)
+        plug.pull()
+        plug.away.rename(now)
+        plug.drive.mkdir()  # what macOS leaves behind
+        assert read(store.reader, plan) == first
+        assert ["is gone" in s for s in said] == [True, False]
+        assert f"{now}, is back" in said[1]
+        assert all_bytes(store) == released_bytes(tiny_once)
+        assert len(said) == 2
+        assert store.reader.stats()[1].path == now
 
 
 def test_a_waiting_read_can_be_given_up(tiny_once: Path, tmp_path: Path, plug: Plug) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -327,7 +328,7 @@ class Reader:
     ) -> None:
         limits = max_bytes_per_s or {}
         self._queues = [_Queue(drive, limits.get(drive.index)) for drive in drives]
-        self._paths = files
+        self._paths = list(files)
         self._files: list[DirectFile | None] = [None] * len(files)
         self._open_lock = threading.Lock()
         self._closed = False
@@ -432,12 +433,18 @@ class Reader:
             if file is not None:
                 file.close()
 
-    def reopen(self, drive: int) -> None:
-        """Lets later reads open the files of ``drive`` anew: descriptors from before it went away stay dead."""
+    def reopen(self, drive: int, place: Path) -> None:
+        """Lets later reads open the files of ``drive`` anew below ``place``: descriptors from before it went away stay
+        dead."""
         with self._open_lock:
-            for index, (owner, _) in enumerate(self._paths):
+            queue = self._queues[drive]
+            before, queue.drive = queue.drive.path, replace(queue.drive, path=place)
+            for index, (owner, path) in enumerate(self._paths):
+                if owner != drive:
+                    continue
+                self._paths[index] = (owner, place / path.relative_to(before))
                 file = self._files[index]
-                if owner == drive and file is not None:
+                if file is not None:
                     self._dead.append(file)  # other threads may still be in it
                     self._files[index] = None
 

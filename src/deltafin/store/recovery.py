@@ -11,6 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -19,7 +21,7 @@ import xxhash
 
 from deltafin.errors import DeltafinError, ReadError, SliceCorruptError, SliceError
 from deltafin.store.direct import DirectFile
-from deltafin.store.drives import is_drive
+from deltafin.store.drives import elsewhere, is_drive
 from deltafin.store.keeper import Keeper
 from deltafin.store.manifest import Manifest
 from deltafin.store.types import PAGE, Extent, ReadPlan
@@ -71,7 +73,7 @@ class Recovery:
     Args:
         manifest: of the install; what is brought is marked in it.
         supplier: None when bytes can come from nowhere else.
-        reopen: told a drive that came back, whose open files are dead.
+        reopen: told a drive that came back, whose open files are dead, and where it is now.
         notify: told single sentences for the user.
     """
 
@@ -80,7 +82,7 @@ class Recovery:
         manifest: Manifest,
         supplier: Supplier | None,
         *,
-        reopen: Callable[[int], None] = lambda drive: None,
+        reopen: Callable[[int, Path], None] = lambda drive, place: None,
         notify: Callable[[str], None] | None = None,
     ) -> None:
         self._m = manifest
@@ -176,14 +178,25 @@ class Recovery:
                 )
             if stopped():
                 return False
+            for index in missing:
+                self._look_elsewhere(index)
             time.sleep(POLL_SECONDS)
         with self._lock:
             back = [index for index in {e.drive for e in plan.extents} if index in self._lost]
             self._lost.difference_update(back)
         for index in back:
-            self._reopen(index)
+            self._reopen(index, self._m.drives[index].path)
             self._notify(f"drive {index}, {self._m.drives[index].path}, is back: going on")
         return not self._closed
+
+    def _look_elsewhere(self, index: int) -> None:
+        """Takes note of a missing drive that is mounted in another place."""
+        drives = list(self._m.drives)
+        place = elsewhere(self._m, drives[index])
+        if place is not None:
+            drives[index] = replace(drives[index], path=place)
+            with self._lock:
+                self._m = replace(self._m, drives=tuple(drives))
 
     def _missing_drives(self, plan: ReadPlan) -> list[int]:
         drives = sorted({extent.drive for extent in plan.extents})
