@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,13 @@ MINI = Path(__file__).parents[2] / "src/deltafin/mini_k3"
 @pytest.fixture(autouse=True)
 def _own_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """No proxies, no token of the user's, no hub but this machine's, and no switch left over from another test."""
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    real = socket.getaddrinfo
+
+    def local_only(host: Any, *rest: Any, **named: Any) -> Any:
+        assert host in ("127.0.0.1", "localhost", "", None), f"a test asks for {host}"
+        return real(host, *rest, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", local_only)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "HF_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_TOKEN", "hf_test_token")
