@@ -69,13 +69,18 @@ def test_memory_pressure(mac: FakeMac, folder: Path, level: int, word: str) -> N
 def test_the_rest_is_named_with_its_remedy(mac: FakeMac, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mac.variables["sysctl.proc_translated"] = 1
     mac.refused.add("setiopolicy_np")
-    mac.outputs |= {"/usr/bin/mdfind": "93\n", "/usr/bin/pmset": " disksleep 10\n"}
+    mac.outputs |= {
+        "/usr/bin/mdfind": "93\n",
+        "/usr/bin/pmset": " disksleep 10\n lowpowermode 1\n",
+        "/usr/bin/tmutil": "[Included] slices\n",
+    }
     monkeypatch.setattr(awake, "PROGRAM", "/no/such/program")
     bad = [f for f in examine_mac([folder]) if f.level is not Level.OK]
-    assert len(bad) == 5
+    assert len(bad) == 7
     assert all(f.meaning and f.remedy for f in bad)
     words = " ".join(f.what for f in bad)
-    assert all(w in words for w in ("Intel", "priorities", "/no/such/program", "10 minutes", "Spotlight", "93"))
+    named = ("Intel", "priorities", "/no/such/program", "10 minutes", "Low Power", "Spotlight", "93", "Time Machine")
+    assert all(word in words for word in named)
 
 
 def test_an_unmarked_folder(mac: FakeMac, folder: Path) -> None:

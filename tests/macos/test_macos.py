@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deltafin.macos import awake, memory, priority, sleep, spotlight, system
+from deltafin.macos import awake, backup, memory, power, priority, spotlight, system
 from deltafin.macos.memory import GIB, Pressure, UnifiedMemory
 from deltafin.residency import machine
 from deltafin.store import direct
@@ -214,7 +215,31 @@ def test_work_goes_on_where_nothing_keeps_it_awake(mac: FakeMac, monkeypatch: py
 )
 def test_when_drives_sleep(mac: FakeMac, text: str, minutes: int | None) -> None:
     mac.outputs["/usr/bin/pmset"] = text
-    assert sleep.drive_sleep_minutes() == minutes
+    assert power.drive_sleep_minutes() == minutes
+
+
+@pytest.mark.parametrize(("text", "low"), [(" lowpowermode 1\n", True), (" lowpowermode 0\n", False), ("", False)])
+def test_low_power_mode(mac: FakeMac, text: str, low: bool) -> None:
+    mac.outputs["/usr/bin/pmset"] = text
+    assert power.low_power() is low
+
+
+@pytest.mark.parametrize(("command", "kept"), [("run", True), ("serve", True), ("setup", True), ("info", False)])
+def test_commands_that_work_for_long_keep_the_mac_awake(
+    mac: FakeMac, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, kept: bool
+) -> None:
+    started: list[Caffeine] = []
+
+    def start(command: Sequence[str]) -> Any:
+        started.append(Caffeine(command))
+        return started[-1]
+
+    monkeypatch.setattr(system, "start", start)
+    main = importlib.import_module("deltafin.cli.main")  # the package has a function of this name
+    main._add_commands([command])
+    main.app([command, "--help"], standalone_mode=False)
+    assert "Usage" in capsys.readouterr().out
+    assert [process.ended for process in started] == ["terminated"] * kept
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -233,6 +258,13 @@ def test_what_spotlight_knows(mac: FakeMac, tmp_path: Path, text: str | None, kn
         mac.outputs["/usr/bin/mdfind"] = text
     assert spotlight.indexed(tmp_path) == known
     assert str(tmp_path) in mac.commands[0]
+
+
+@pytest.mark.parametrize(("text", "included"), [("[Included] /x\n", True), ("[Excluded] /x\n", False), (None, False)])
+def test_what_time_machine_copies(mac: FakeMac, tmp_path: Path, text: str | None, included: bool) -> None:
+    if text is not None:
+        mac.outputs["/usr/bin/tmutil"] = text
+    assert backup.backed_up(tmp_path) is included
 
 
 @pytest.mark.parametrize("ahead_refused", [False, True])
@@ -270,7 +302,9 @@ def test_nothing_happens_on_other_systems(tmp_path: Path, monkeypatch: pytest.Mo
     assert memory.gpu_room(never) is None
     assert memory.pressure() is Pressure.NORMAL
     assert not priority.raise_thread()
-    assert sleep.drive_sleep_minutes() is None
+    assert power.drive_sleep_minutes() is None
+    assert not power.low_power()
+    assert not backup.backed_up(tmp_path)
     assert spotlight.indexed(tmp_path) is None
     spotlight.keep_out(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deltafin.doctor.finding import Finding, Level
-from deltafin.macos import awake, memory, priority, sleep, spotlight, system
+from deltafin.macos import awake, backup, memory, power, priority, spotlight, system
 
 GB = 1e9
 
@@ -23,9 +23,10 @@ def examine_mac(folders: list[Path]) -> Iterator[Finding]:
     yield from _pressure()
     yield _priorities()
     yield _awake()
-    yield from _sleep()
+    yield from _power()
     for folder in folders:
         yield from _spotlight(folder)
+        yield from _backup(folder)
 
 
 def _translated() -> Iterator[Finding]:
@@ -81,11 +82,23 @@ def _awake() -> Finding:
     return Finding("machine", Level.NOTE, f"{awake.PROGRAM} is missing", meaning, "sudo pmset -c sleep 0")
 
 
-def _sleep() -> Iterator[Finding]:
-    minutes = sleep.drive_sleep_minutes()
+def _backup(folder: Path) -> Iterator[Finding]:
+    if backup.backed_up(folder):
+        meaning = "slices can be fetched again, and copying them fills the backup and takes bandwidth"
+        mend = f"tmutil addexclusion '{folder}'"
+        yield Finding("install", Level.NOTE, f"Time Machine backs up {folder}", meaning, mend)
+
+
+def _power() -> Iterator[Finding]:
+    if power.low_power():
+        meaning = "processors and drives are held back"
+        yield Finding("machine", Level.WARN, "Low Power Mode is on", meaning, power.FULL_POWER)
+    minutes = power.drive_sleep_minutes()
     if minutes:
         meaning = "the first token after a pause waits for the drives to wake"
-        yield Finding("machine", Level.NOTE, f"idle drives sleep after {minutes} minutes", meaning, sleep.COMMAND)
+        yield Finding(
+            "machine", Level.NOTE, f"idle drives sleep after {minutes} minutes", meaning, power.KEEP_DRIVES_AWAKE
+        )
 
 
 def _spotlight(folder: Path) -> Iterator[Finding]:
