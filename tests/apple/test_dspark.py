@@ -51,7 +51,7 @@ def draft(weights: Weights, shared: tuple[mx.array, mx.array]) -> Maker:
     table, head = shared
 
     def make(capacity: int, dtype: mx.Dtype = mx.float32) -> DSpark:
-        made = DSpark(weights, lambda ids: table[mx.array(list(ids))].astype(dtype), head, capacity=capacity)
+        made = DSpark(weights, lambda ids: table[mx.array(list(ids))], head, capacity=capacity, dtype=dtype)
         made.hopeless = 0.0
         return made
 

@@ -1,8 +1,8 @@
 """The DSpark block draft on MLX; ``drafting.dspark`` describes the maths and computes the same in PyTorch.
 
-Activations have the precision of the embedding rows it is given, so the draft follows the target; norms, rotations and
-attention are always fp32. A proposal is one graph with one wait at its end: the Markov head's choices stay on the
-device.
+Products take bf16 activations, as in the draft's training and whatever the target does: fp32 ones would make MLX widen
+whole matrices for every product. Sums, norms, rotations and attention are fp32. A proposal is one graph with one wait
+at its end: the Markov head's choices stay on the device.
 """
 
 from __future__ import annotations
@@ -109,16 +109,20 @@ class DSpark:
 
     Args:
         weights: the draft's own tensors.
-        embed: K3's embedding rows, ids → [n, hidden]; their dtype is that of the activations.
+        embed: K3's embedding rows, ids → [n, hidden].
         lm_head: K3's head, bf16 [vocab, hidden]; shared, never copied.
         capacity: most context rows.
+        dtype: of activations in products; fp32 to check the maths.
 
     Attributes:
         position: committed tokens of the sequence.
         hopeless: estimated probability of acceptance below which no further token is proposed.
     """
 
-    def __init__(self, weights: Weights, embed: Embed, lm_head: mx.array, *, capacity: int) -> None:
+    def __init__(
+        self, weights: Weights, embed: Embed, lm_head: mx.array, *, capacity: int, dtype: mx.Dtype = mx.bfloat16
+    ) -> None:
+        self._dtype = dtype
         c = self.config = weights.config
         self._w, self._layers = weights.tensors, weights.layers
         self._embed, self._lm_head = embed, lm_head
@@ -237,10 +241,6 @@ class DSpark:
         row = self._embed([self.config.mask_token_id])
         mx.eval(row)
         return row
-
-    @property
-    def _dtype(self) -> mx.Dtype:
-        return self._mask.dtype
 
     def _project(self) -> None:
         """Makes context rows of the pending accumulators."""
