@@ -28,6 +28,7 @@ from deltafin.streaming.stop import StopFlag
 
 _POLL_SECONDS = 0.1
 _LONGEST_WINDOW = 1.0  # seconds
+_BATCH = 32  # experts computed at one time while more are to come
 _SMOOTH = 0.1  # weight of the newest measurement of windows and read times
 
 Predict = Callable[[int], "Sequence[int] | None"]
@@ -510,8 +511,11 @@ class Fetch:
         self._early = []
         for lease in first:
             stream._leased[lease.key] = lease
-        if first:
-            yield first
+        # While reads wait for frames, a batch must not hold many of them until it is computed.
+        size = _BATCH if self._waiting else max(1, len(first))
+        for start in range(0, len(first), size):
+            yield first[start : start + size]
+            self._submit()
         while self._waiting or self._pending:
             self._submit()
             if self._pending or stream._flights:
@@ -582,7 +586,7 @@ class Fetch:
             elif lease is not None:
                 stream._ready[arrival.key] = lease
             try:
-                arrival = stream._arrivals.get_nowait()
+                arrival = stream._arrivals.get_nowait() if len(batch) < _BATCH else None
             except queue.Empty:
                 arrival = None
         self._count(len(batch), ahead=ahead)
