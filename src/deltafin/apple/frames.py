@@ -66,7 +66,8 @@ class MlxFrames:
     def address(self, frame: int) -> int:
         """Address of a frame's first byte."""
         slab, index = divmod(frame, self.per_slab)
-        return self._slab(slab).landing.address + index * self.frame_bytes
+        held = self._slabs.get(slab) or self._slab(slab)
+        return held.landing.address + index * self.frame_bytes
 
     def retire(self, frame: int) -> None:
         """Takes a frame out of service; its memory goes back once no frame of its slab is in service."""

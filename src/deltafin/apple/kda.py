@@ -39,9 +39,8 @@ def forward(
         assert state.raw is not None
         history = mx.concatenate([history, state.raw])[1 - taps :]
     z = mx.concatenate([history, raw]).astype(mx.float32)
-    y = z[:count] * w.conv[0]
-    for tap in range(1, taps):
-        y = y + z[tap : tap + count] * w.conv[tap]
+    windows = mx.as_strided(z, (count, taps, 3 * width), (3 * width, 3 * width, 1))
+    y = (windows * w.conv).sum(axis=1)
     y = (y * mx.sigmoid(y)).astype(dtype).astype(mx.float32)
     # rms_norm divides by the root of the mean; q and k are divided by the root of the sum, and q by that of D again.
     qk = mx.fast.rms_norm(y[:, : 2 * width].reshape(count, 2, heads, dim), None, config.numeric.qk_norm_eps / dim)

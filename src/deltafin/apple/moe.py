@@ -13,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from deltafin.apple.frames import MlxFrames
-from deltafin.apple.ops import situ, start
+from deltafin.apple.ops import situ, start, total
 from deltafin.checkpoint.config import K3Config
 from deltafin.contract import Routes
 from deltafin.expert_layout import ExpertLayout
 from deltafin.streaming.experts import Fetch, Lease
 
 Ids = npt.NDArray[np.int32]
+_GATE_UP = np.array([0, 1], np.uint32)
+_SINGLE = tuple(np.array([i], np.int32) for i in range(1024))
 
 
 def choose(config: K3Config, scores: npt.NDArray[np.float32], bias: npt.NDArray[np.float32]) -> tuple[Routes, Any]:
@@ -34,13 +36,10 @@ def choose(config: K3Config, scores: npt.NDArray[np.float32], bias: npt.NDArray[
     """
     k = config.experts_per_token
     ids = np.argsort(-(scores + bias), axis=-1, kind="stable")[:, :k].astype(np.int32)
-    chosen = np.take_along_axis(scores, ids, axis=-1)
+    chosen = scores[np.arange(len(ids))[:, None], ids]
     if config.renormalize:
-        # Added one by one: the same order for one row and for many.
-        sums = chosen[:, :1].copy()
-        for i in range(1, k):
-            sums += chosen[:, i : i + 1]
-        chosen = chosen / (sums + np.float32(config.numeric.router_sum_eps))
+        # Summed one after the other, so that one row and many are summed alike.
+        chosen = chosen / (np.cumsum(chosen, axis=1)[:, -1:] + np.float32(config.numeric.router_sum_eps))
     return ids, (chosen * np.float32(config.routed_scaling)).astype(np.float32)
 
 
@@ -50,34 +49,28 @@ class Assignment:
 
     Attributes:
         experts: distinct, ascending for several rows, in router order for one.
+        rows: of each expert; None for a single row.
+        slots: of each expert, row * k + rank.
     """
 
     experts: tuple[int, ...]
-    rows: dict[int, Ids]
+    rows: dict[int, Ids] | None
     slots: dict[int, Ids]
 
     @classmethod
     def of(cls, ids: Routes) -> Assignment:
-        """Groups router choices, int32 [T, k], by expert; slot = row * k + rank."""
+        """Groups router choices, int32 [T, k], by expert."""
         count, k = ids.shape
         if count == 1:
-            chosen = ids[0].tolist()
-            zero = np.zeros(1, np.int32)
-            return cls(
-                tuple(chosen),
-                dict.fromkeys(chosen, zero),
-                {e: np.array([i], np.int32) for i, e in enumerate(chosen)},
-            )
+            chosen = tuple(ids[0].tolist())
+            return cls(chosen, None, dict(zip(chosen, _SINGLE, strict=False)))
         flat = ids.reshape(-1)
         order = np.argsort(flat, kind="stable").astype(np.int32)
         experts, starts = np.unique(flat[order], return_index=True)
         parts = np.split(order, starts[1:])
         names = tuple(experts.tolist())
-        return cls(
-            names,
-            {e: part // k for e, part in zip(names, parts, strict=True)},
-            dict(zip(names, parts, strict=True)),
-        )
+        slots = dict(zip(names, parts, strict=True))
+        return cls(names, {e: part // k for e, part in slots.items()}, slots)
 
 
 class Products:
@@ -94,8 +87,8 @@ class Products:
         self._layout = layout
         self._frames = frames
         self._dtype = latent.dtype
-        # MLX's CPU product of packed weights is six times faster with fp32 rows; they are widened exactly, and its
-        # result is rounded as a bf16 product's would be. A GPU takes them as they are.
+        # MLX's CPU product of packed weights is six times faster with fp32 rows, and they are widened exactly; the
+        # experts then compute in fp32 up to their sum. A GPU takes the rows as they are.
         on_gpu = mx.default_device() == mx.Device(mx.gpu)
         self._latent = (latent if on_gpu else latent.astype(mx.float32))[:, None]
         self._assignment = assignment
@@ -105,30 +98,35 @@ class Products:
     def add(self, leases: Sequence[Lease]) -> list[mx.array]:
         """Submits the products of a batch; what it returns must be computed before the leases are given back."""
         frames, assignment = self._frames, self._assignment
+        per_slab = frames.per_slab
         groups: dict[tuple[int, int], list[Lease]] = defaultdict(list)
         for lease in leases:
-            groups[lease.frame // frames.per_slab, lease.address - frames.address(lease.frame)].append(lease)
+            groups[lease.frame // per_slab, lease.address - frames.address(lease.frame)].append(lease)
         made = []
         for (slab, offset), members in groups.items():
-            rows = [assignment.rows[lease.key[1]] for lease in members]
-            index = np.repeat([lease.frame % frames.per_slab for lease in members], [len(r) for r in rows])
-            part = self._product(slab, offset, np.concatenate(rows), index)
-            made.append(part)
-            self._slots += [assignment.slots[lease.key[1]] for lease in members]
+            slots = [assignment.slots[lease.key[1]] for lease in members]
+            index = np.array([lease.frame % per_slab for lease in members], np.uint32)
+            if assignment.rows is None:
+                made.append(self._product(slab, offset, None, index))
+            else:
+                rows = np.concatenate([assignment.rows[lease.key[1]] for lease in members])
+                index = np.repeat(index, [len(s) for s in slots])
+                made.append(self._product(slab, offset, rows, index))
+            self._slots += slots
         self._parts += made
         return made
 
-    def _product(self, slab: int, offset: int, rows: Ids, index: npt.NDArray[np.int64]) -> mx.array:
-        """w2 · SiTU(w1 · x, w3 · x) for each (row, expert) pair alone, [pairs, latent]."""
+    def _product(self, slab: int, offset: int, rows: Ids | None, index: npt.NDArray[np.uint32]) -> mx.array:
+        """w2 · SiTU(w1 · x, w3 · x) for each (row, expert) pair alone, [pairs, latent]; rows None: all of row 0."""
         config, w = self._config, self._frames.windows(slab, offset, self._layout)
         how: dict[str, Any] = {"transpose": True, "group_size": 32, "bits": 4, "mode": "mxfp4"}
-        lhs = mx.array(np.stack([rows, rows], axis=1).astype(np.uint32))
-        rhs = mx.array(np.stack([2 * index, 2 * index + 1], axis=1).astype(np.uint32))
-        gate_up = mx.gather_qmm(self._latent, w.gate_up, w.gate_up_scales, None, lhs, rhs, **how).astype(self._dtype)
+        pair = np.empty((2, len(index), 2), np.uint32)
+        pair[0] = 0 if rows is None else rows[:, None]
+        pair[1] = index[:, None] * 2 + _GATE_UP
+        lhs, rhs = mx.array(pair)
+        gate_up = mx.gather_qmm(self._latent, w.gate_up, w.gate_up_scales, None, lhs, rhs, **how)
         hidden = situ(gate_up[:, 0], gate_up[:, 1], config.situ_beta, config.situ_linear_beta)
-        hidden = hidden.astype(self._latent.dtype)
-        down = mx.array(index.astype(np.uint32))
-        return mx.gather_qmm(hidden, w.down, w.down_scales, None, None, down, **how)[:, 0].astype(self._dtype)
+        return mx.gather_qmm(hidden, w.down, w.down_scales, None, None, mx.array(index), **how)[:, 0]
 
     def combined(self, weights: npt.NDArray[np.float32]) -> mx.array:
         """Σ weight · output in router order, fp32 inside, [T, latent]."""
@@ -136,8 +134,10 @@ class Products:
         order = np.empty(count * k, np.uint32)
         slots = np.concatenate(self._slots)
         order[slots] = np.arange(len(slots), dtype=np.uint32)
-        together = self._parts[0] if len(self._parts) == 1 else mx.concatenate(self._parts)
-        per_row = together[mx.array(order)].astype(mx.float32).reshape(count, k, -1)
+        together = total(self._parts)
+        if len(self._parts) > 1 or (order[1:] < order[:-1]).any():
+            together = together[mx.array(order)]
+        per_row = together.astype(mx.float32).reshape(count, k, -1)
         return (per_row * mx.array(weights)[..., None]).sum(axis=1).astype(self._dtype)
 
 

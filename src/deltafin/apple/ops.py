@@ -35,31 +35,36 @@ class Bank:
 
     def __init__(self, eps: float) -> None:
         self._eps = eps
-        self._rows: mx.array | None = None  # [T, m, hidden]
-        self._scale: mx.array | None = None  # [T, m] fp32
+        self._rows: mx.array | None = None  # [T, m, hidden] fp32
+        self._scale: mx.array | None = None  # [T, 1, m] fp32
 
     def append(self, accumulator: mx.array) -> None:
         """Saves the accumulator [T, hidden]."""
-        rows, scale = accumulator[:, None], self._inverse(accumulator)
+        rows = accumulator.astype(mx.float32)[:, None]
+        scale = self._inverse(rows)
         self._rows = rows if self._rows is None else mx.concatenate([self._rows, rows], axis=1)
-        self._scale = scale if self._scale is None else mx.concatenate([self._scale, scale], axis=1)
+        self._scale = scale if self._scale is None else mx.concatenate([self._scale, scale], axis=2)
 
     def mixed(self, mix: ResidualMix, accumulator: mx.array, rows: slice) -> mx.array:
         """Softmax mixture of the saved rows and the accumulator, then the norm. [T, hidden], for ``rows``."""
-        own = accumulator[rows]
-        if self._rows is None or self._scale is None:
+        bank, scale = self._rows, self._scale
+        whole = rows == slice(0, len(accumulator))
+        own = accumulator if whole else accumulator[rows]
+        if bank is None or scale is None:
             return mx.fast.rms_norm(own, mix.norm, self._eps)
-        sources = mx.concatenate([self._rows[rows], own[:, None]], axis=1).astype(mx.float32)
-        scale = mx.concatenate([self._scale[rows], self._inverse(own)], axis=1)
-        score = (sources * mix.score).sum(axis=-1) * scale
+        if not whole:
+            bank, scale = bank[rows], scale[rows]
+        wide = own.astype(mx.float32)[:, None]
+        sources = mx.concatenate([bank, wide], axis=1)
+        score = (mix.score @ sources.swapaxes(1, 2)) * mx.concatenate([scale, self._inverse(wide)], axis=2)
         # Sources lie along the last axis: each row's softmax is one call that never sees another row.
         share = mx.softmax(score, axis=-1, precise=True)
-        mixture = (share[:, None] @ sources)[:, 0].astype(own.dtype)
+        mixture = (share @ sources)[:, 0].astype(own.dtype)
         return mx.fast.rms_norm(mixture, mix.norm, self._eps)
 
     def _inverse(self, x: mx.array) -> mx.array:
-        wide = x.astype(mx.float32)
-        return mx.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + self._eps)
+        """1 / sqrt(mean(x²) + eps), [T, 1, 1]."""
+        return mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + self._eps)
 
 
 def gated(w: MlpWeights, x: mx.array, beta: float, linear_beta: float, linear: Linear) -> mx.array:

@@ -67,7 +67,7 @@ def _cases(activations: mx.Dtype) -> Iterator[tuple[str, Callable[[], mx.array],
     def mixed() -> mx.array:
         bank = Bank(1e-5)
         bank.append(x)
-        return bank.mixed(ResidualMix(norm.astype(mx.float32), norm), x * 2, slice(0, 3))
+        return bank.mixed(ResidualMix(norm.astype(mx.float32)[None], norm), x * 2, slice(0, 3))
 
     sources = np.stack([x64, 2 * x64])
     score = (sources @ norm64) / np.sqrt((sources**2).mean(-1) + 1e-5)

@@ -50,6 +50,7 @@ class MlxTarget:
         mode: how rows are kept apart.
 
     Attributes:
+        mode: as above.
         waits: how often the host waited for the device.
         wait_seconds: how long.
     """
@@ -81,6 +82,7 @@ class MlxTarget:
         self._frames = frames
         self._file_order = file_order
         self._limit = block_rows
+        self.mode = mode
         self._block_rows = 1 if mode == "alone" else block_rows
         self._stop = stop
         self._activations = activations
@@ -199,9 +201,14 @@ class MlxTarget:
         xs = [bank.mixed(w.mlp_mix, target, block) for block in blocks]
         scores = total([self._scores(x, own) for x in xs])
         predicted = self._predicted(layer + 1, bank, target, state)
-        # The wait of this layer. Once it is over, so are the products of the layer before.
         asked = [scores] if predicted is None else [scores, predicted]
-        self._wait([*asked, *state.made(layer)])
+        start([*asked, *state.made(layer)])
+        # What needs no routed expert follows at once, and keeps the device busy while the host looks at the scores.
+        latent = total([self._linear(x, own.latent_down) for x in xs])
+        shared = total([self._gated(own.shared, x) for x in xs])
+        start([latent, shared])
+        # The wait of this layer. Once it is over, so are the products of the layer before.
+        self._wait(asked)
         self._give_back()
         bias = self._bias.get(layer)
         if bias is None:
@@ -211,7 +218,7 @@ class MlxTarget:
         assignment = moe.Assignment.of(ids)
         wanted: Sequence[int] = assignment.experts
         if len(ids) > 1:
-            needed = assignment.rows
+            needed = assignment.slots
             wanted = [e for e in self._file_order(layer) if e in needed]
 
         def looked() -> None:
@@ -219,10 +226,6 @@ class MlxTarget:
             self._look_ahead(layer + 1, bank, target, state, guess)
 
         with self._experts.fetch(layer, wanted) as batches:
-            # The reads have started; what needs no routed expert is computed while they are under way.
-            latent = total([self._linear(x, own.latent_down) for x in xs])
-            shared = total([self._gated(own.shared, x) for x in xs])
-            start([latent, shared])
             products = moe.Products(config, self._layout, self._frames, latent, assignment)
             try:
                 self.times.moe.experts += moe.compute(

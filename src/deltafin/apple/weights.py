@@ -76,7 +76,7 @@ class MoeWeights:
 
 @dataclass(frozen=True, slots=True)
 class ResidualMix:
-    """An attention residual: score vector fp32 [hidden], and the norm that follows the mixture."""
+    """An attention residual: score vector fp32 [1, hidden], and the norm that follows the mixture."""
 
     score: mx.array
     norm: mx.array
@@ -131,7 +131,7 @@ class Names:
         return HeadWeights(mix, unit["language_model.lm_head.weight"])
 
     def _mix(self, unit: Tensors, residual: str, norm: str) -> ResidualMix:
-        score = unit[f"{residual}_norm.weight"].astype(mx.float32) * unit[f"{residual}_proj.weight"][0]
+        score = unit[f"{residual}_norm.weight"].astype(mx.float32) * unit[f"{residual}_proj.weight"]
         return ResidualMix(score=score, norm=unit[f"{norm}.weight"].astype(self._activations))
 
     def _moe(self, unit: Tensors, p: str) -> MoeWeights:
