@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltafin.apple.frames import MlxFrames
-from deltafin.apple.ops import situ, start, total
+from deltafin.apple.ops import on_gpu, situ, start, total
 from deltafin.checkpoint.config import K3Config
 from deltafin.contract import Routes
 from deltafin.expert_layout import ExpertLayout
@@ -89,8 +89,7 @@ class Products:
         self._dtype = latent.dtype
         # MLX's CPU product of packed weights is six times faster with fp32 rows, and they are widened exactly; the
         # experts then compute in fp32 up to their sum. A GPU takes the rows as they are.
-        on_gpu = mx.default_device() == mx.Device(mx.gpu)
-        self._latent = (latent if on_gpu else latent.astype(mx.float32))[:, None]
+        self._latent = (latent if on_gpu() else latent.astype(mx.float32))[:, None]
         self._assignment = assignment
         self._parts: list[mx.array] = []
         self._slots: list[Ids] = []
@@ -148,6 +147,7 @@ def compute(
     held: list[Lease],
     looked: Callable[[], None],
     evaluate: Callable[[list[mx.array]], None],
+    others: list[mx.array],
 ) -> float:
     """Submits every batch as it arrives.
 
@@ -156,11 +156,15 @@ def compute(
 
     Args:
         looked: called once, when all reads of this layer have been given to the drives.
+        others: what else the device may do meanwhile; submitted with the first batch, or before if anything is read.
 
     Returns:
         Seconds of the host's own work.
     """
     seconds = 0.0
+    if batches.reading:
+        start(others)
+        others = []
     told = batches.submitted
     if told:
         looked()
@@ -169,7 +173,8 @@ def compute(
         made = products.add(batch)
         held += batch
         if batches.submitted:
-            start(made)
+            start([*others, *made])
+            others = []
         else:
             seconds += time.perf_counter() - started
             evaluate(made)

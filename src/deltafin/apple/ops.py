@@ -10,13 +10,17 @@ import mlx.core as mx
 from deltafin.apple.weights import MlpWeights, ResidualMix
 
 
+def on_gpu() -> bool:
+    """Whether MLX computes on a GPU here."""
+    return bool(mx.default_device() == mx.Device(mx.gpu))
+
+
 def fused(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """``function`` as one GPU kernel; on the CPU as it is, where MLX would call a compiler at run time."""
     compiled: Any = mx.compile(function, shapeless=True)
 
     def call(*args: Any) -> mx.array:
-        on_gpu = mx.default_device() == mx.Device(mx.gpu)
-        result: mx.array = compiled(*args) if on_gpu else function(*args)
+        result: mx.array = compiled(*args) if on_gpu() else function(*args)
         return result
 
     return call

@@ -16,7 +16,7 @@ import numpy as np
 
 from deltafin.apple import kda, mla, moe
 from deltafin.apple.frames import MlxFrames
-from deltafin.apple.ops import Bank, Linear, gated, start, total
+from deltafin.apple.ops import Bank, Linear, gated, on_gpu, start, total
 from deltafin.apple.rows import Mode, linear_for
 from deltafin.apple.state import MlxState
 from deltafin.apple.weights import KdaWeights, LayerWeights, MlpWeights, MoeWeights, Names, Tensors
@@ -202,13 +202,19 @@ class MlxTarget:
         scores = total([self._scores(x, own) for x in xs])
         predicted = self._predicted(layer + 1, bank, target, state)
         asked = [scores] if predicted is None else [scores, predicted]
-        start([*asked, *state.made(layer)])
-        # What needs no routed expert follows at once, and keeps the device busy while the host looks at the scores.
+        # What needs no routed expert keeps a GPU busy while the host looks at the scores. On the CPU, where submitting
+        # takes as long as computing, it follows when the reads have begun.
         latent = total([self._linear(x, own.latent_down) for x in xs])
-        shared = total([self._gated(own.shared, x) for x in xs])
-        start([latent, shared])
-        # The wait of this layer. Once it is over, so are the products of the layer before.
-        self._wait(asked)
+        others = [latent, total([self._gated(own.shared, x) for x in xs])]
+        shared = others[1]
+        if on_gpu():
+            start([*asked, *state.made(layer)])
+            start(others)
+            others = []
+            self._wait(asked)
+        else:
+            self._wait([*asked, *state.made(layer)])
+        # Once this layer's wait is over, the products of the layer before are computed.
         self._give_back()
         bias = self._bias.get(layer)
         if bias is None:
@@ -229,7 +235,7 @@ class MlxTarget:
             products = moe.Products(config, self._layout, self._frames, latent, assignment)
             try:
                 self.times.moe.experts += moe.compute(
-                    products, batches, self._experts.release, self._held, looked, self._wait
+                    products, batches, self._experts.release, self._held, looked, self._wait, others
                 )
             except BaseException:
                 mx.synchronize()  # before the frames are taken back

@@ -451,6 +451,11 @@ class Fetch:
         """Whether all reads of this layer have been given to the drives."""
         return not self._waiting
 
+    @property
+    def reading(self) -> bool:
+        """Whether anything is still on its way."""
+        return bool(self._waiting or self._pending)
+
     def __enter__(self) -> Fetch:
         stream, layer = self._stream, self._layer
         kept, leased, resident = stream._kept, stream._leased, self._resident
