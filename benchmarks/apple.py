@@ -3,8 +3,8 @@
     python benchmarks/apple.py [folder] [--prompts 0 30 43 68 99] [--precision bf16 fp32] [--rounds 3]
 
 Ours starts with an install made for the run, with no expert in memory, and reads each through the store; mlx-lm holds
-everything. Arms take turns in random order and must write the same tokens (in bf16 but for near ties). Also printed: the
-host's own time in each layer, waits for the device in each pass, bytes of experts copied after their read, and the
+everything. Arms take turns in random order and must write the same tokens (in bf16 but for near ties). Also printed:
+the host's own time in each layer, waits for the device in each pass, bytes of experts copied after their read, and the
 rate of MLX's product of packed weights as the ceiling of a token's expert bytes. Needs the ``test`` extra.
 """
 
