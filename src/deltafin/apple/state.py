@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from deltafin.apple.ops import start
 from deltafin.checkpoint.config import K3Config
 from deltafin.contract import Host
 from deltafin.errors import InputError
@@ -143,6 +144,8 @@ class MlxState:
         if count:
             for layer in self.kda.values():
                 self._commit_kda(layer, count)
+            # Submitted here, since the next pass may be another thread's.
+            start([array for layer in self.kda.values() for array in (layer.recurrent, layer.history)])
         self.position += count
         if count < self.pending:
             self.taps = [tap[:count] for tap in self.taps]

@@ -19,7 +19,7 @@ from deltafin.apple.frames import MlxFrames
 from deltafin.apple.ops import Bank, Linear, gated, on_gpu, start, total
 from deltafin.apple.rows import Mode, linear_for
 from deltafin.apple.state import MlxState
-from deltafin.apple.weights import KdaWeights, LayerWeights, MlpWeights, MoeWeights, Names, Tensors
+from deltafin.apple.weights import KdaWeights, LayerWeights, MlpWeights, MoeWeights, Names, Tensors, arrays_of
 from deltafin.checkpoint.config import K3Config
 from deltafin.contract import PassTimes, Routes, Rows
 from deltafin.expert_layout import ExpertLayout
@@ -317,6 +317,7 @@ class MlxTarget:
         named = self._named.get(layer)
         if named is None:
             named = self._names.layer(layer, unit)
+            mx.eval(arrays_of(named))  # the next pass may be another thread's
             if f"layer.{layer}" in self._spine.resident_keys:
                 self._named[layer] = named
         return named

@@ -5,7 +5,8 @@ Matrices are bf16 [out, in]. Vectors are kept in the dtype in which they are use
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import mlx.core as mx
 
@@ -186,3 +187,10 @@ class Names:
 
 def _mlp(unit: Tensors, p: str) -> MlpWeights:
     return MlpWeights(unit[f"{p}gate_proj.weight"], unit[f"{p}up_proj.weight"], unit[f"{p}down_proj.weight"])
+
+
+def arrays_of(weights: Any) -> list[mx.array]:
+    """Every array of some named weights."""
+    if isinstance(weights, mx.array):
+        return [weights]
+    return [array for field in fields(weights) for array in arrays_of(getattr(weights, field.name))]
