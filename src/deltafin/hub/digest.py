@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable
 
 _PIECE = 16 << 20
@@ -90,13 +91,18 @@ class RunningDigest:
             self._take(self._read_back(self._at, min(_PIECE, following - self._at)))
         return self._hash.hexdigest()
 
+    def wake(self) -> None:
+        """More may be known now."""
+        with self._turn:
+            self._turn.notify_all()
+
     def _wait_for(self, offset: int) -> None:
         """Returns when it is the turn of ``offset``, or when nothing moves; the caller holds the lock."""
-        while offset > self._at or self._busy:
-            if offset < self._at:
-                return
-            before = self._at
-            if not self._busy and self._known(before):
+        before, patience = self._at, time.monotonic() + STALL_SECONDS
+        while offset > self._at or (offset == self._at and self._busy):
+            if self._busy or self._at != before:
+                before, patience = self._at, time.monotonic() + STALL_SECONDS
+            elif self._known(before):
                 # What lies before was there from an earlier run, or was let go and is on the drives by now.
                 self._busy = True
                 self._turn.release()
@@ -105,9 +111,9 @@ class RunningDigest:
                 finally:
                     self._turn.acquire()
                 continue
-            self._turn.wait(STALL_SECONDS)
-            if self._at == before and not self._busy and not self._known(before):
+            elif time.monotonic() >= patience:
                 return
+            self._turn.wait(max(0.0, patience - time.monotonic()))
 
     def _take(self, data: memoryview | bytes) -> None:
         """Hashes the piece at the position, and those kept or known that follow; the caller has set ``_busy``."""

@@ -291,6 +291,8 @@ class ShardProof:
                     self._left[file] -= 1
                     if not self._left[file]:
                         self._jobs.put(file)
+                    elif (digest := self._digests.get(file)) is not None:
+                        digest.wake()
 
     def believed(self) -> list[int]:
         """See ``Witness``.
