@@ -110,6 +110,15 @@ def test_how_to_raise_the_limit() -> None:
     assert UnifiedMemory(16 * GIB, 11 * GIB, False, True).command == ""  # the rest is what macOS needs
 
 
+def test_a_budget_beyond_the_limit_is_commented_on(mac: FakeMac) -> None:
+    assert memory.beyond_gpu(96 * GIB) == ""
+    said = memory.beyond_gpu(120 * GIB)
+    assert "96 GiB of the 120 GiB" in said
+    assert f"sudo sysctl iogpu.wired_limit_mb={112 * 1024}" in said
+    mac.variables["iogpu.wired_limit_mb"] = 112 * 1024
+    assert "sysctl" not in memory.beyond_gpu(120 * GIB)
+
+
 def test_an_intel_mac_and_a_silent_one_have_no_limit(mac: FakeMac, monkeypatch: pytest.MonkeyPatch) -> None:
     del mac.variables["iogpu.wired_limit_mb"]
     assert memory.gpu_room(lambda: 0) is None
@@ -300,6 +309,7 @@ def test_nothing_happens_on_other_systems(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(system, name, never)
     assert memory.unified_memory() is None
     assert memory.gpu_room(never) is None
+    assert memory.beyond_gpu(1 << 60) == ""
     assert memory.pressure() is Pressure.NORMAL
     assert not priority.raise_thread()
     assert power.drive_sleep_minutes() is None

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from deltafin import installs
 from deltafin.hub.client import Hub
 from deltafin.hub.supplier import supplier_for
+from deltafin.macos.memory import beyond_gpu
 from deltafin.settings import Settings, load_settings
 from deltafin.store.types import IngestProgress
 
@@ -144,6 +145,8 @@ def open_engine(
     from deltafin.generation.engine import Engine
 
     chosen = engine_options(settings, install, raw=raw, reserve=reserve, trace=trace)
+    if chosen.ram is not None and (warning := beyond_gpu(chosen.ram)):
+        console.print(warning, style="yellow", markup=False)
     if not console.is_terminal:
         return Engine.open(install.home, chosen)
     with Progress(

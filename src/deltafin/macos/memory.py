@@ -83,6 +83,16 @@ def gpu_room(used: Callable[[], int]) -> int | None:
     return None if memory is None else max(0, memory.gpu - used())
 
 
+def beyond_gpu(nbytes: int) -> str:
+    """A sentence for a user who asked for more memory than the GPU may hold; empty when there is nothing to say."""
+    memory = unified_memory()
+    if memory is None or nbytes <= memory.gpu:
+        return ""
+    figures = f"{memory.gpu / GIB:,.0f} GiB of the {nbytes / GIB:,.0f} GiB asked for"
+    limit = f"the GPU may hold {figures}: beyond that macOS pages"
+    return f"{limit}; raise the limit with {memory.command}" if memory.command else limit
+
+
 def pressure() -> Pressure:
     """How short memory is now; ``NORMAL`` where that cannot be known."""
     if not system.is_mac():
