@@ -41,9 +41,10 @@ from deltafin.bench.synthetic import SMALL_SPINE, released_config, write_synthet
 from deltafin.checkpoint.config import K3Config
 from deltafin.doctor import examine
 from deltafin.hub import install
-from deltafin.hub.client import Hub
+from deltafin.hub.client import Hub, RemoteFile
 from deltafin.hub.line import Line
 from deltafin.hub.pins import Pin
+from deltafin.hub.released import Released
 from deltafin.hub.supplier import supplier_for
 from deltafin.store import DriveInfo, DriveSpec, Store, aligned_memory
 from deltafin.store.drives import slice_folder, write_marker
@@ -235,6 +236,11 @@ def doctor_seconds(base: Path, drives: int = 3) -> dict[str, float]:
     db.execute("UPDATE slices SET present = 1")
     db.commit()
     db.close()
+    shards = {
+        f"model-{i:05}.safetensors": RemoteFile(f"model-{i:05}.safetensors", 1 << 34, "0" * 64, "") for i in range(96)
+    }
+    (home / "released").mkdir()
+    Released(home / "released", Pin(REPO, "0" * 40), shards, set(shards), set(shards)).save()
     start = time.perf_counter()
     findings = list(examine(home, base))
     seconds = time.perf_counter() - start

@@ -12,12 +12,10 @@ import numpy as np
 import psutil
 
 from deltafin.backends import BackendChoice, apple_silicon, choose, open_backend
-from deltafin.checkpoint.tensorfile import INDEX_NAME
 from deltafin.contract import BackendName
 from deltafin.doctor.finding import Finding, Level, failed
 from deltafin.doctor.mac import examine_mac
 from deltafin.errors import DeltafinError, ExitCode
-from deltafin.hub.install import text_shards
 from deltafin.hub.released import FOLDER, Released
 from deltafin.store import replicas
 from deltafin.store.drives import elsewhere, read_rate
@@ -221,24 +219,22 @@ def _presence(m: Manifest) -> Iterator[Finding]:
             "an interrupted setup goes on from there",
             "run the same deltafin setup again",
         )
-    yield from _proof(m, whole=not missing)
+    yield from _proof(m)
 
 
-def _proof(m: Manifest, *, whole: bool) -> Iterator[Finding]:
+def _proof(m: Manifest) -> Iterator[Finding]:
     """Whether what came from a hub has been compared with the hub's checksums, which are of whole files."""
     home = m.path.parent
     try:
         released = Released.load(home)
         if released is None:
             return
-        names = [name for name in released.files if name.endswith(".safetensors")]
-        if whole and (released.folder / INDEX_NAME).exists():
-            names = text_shards(released)  # a shard of vision tensors alone is never needed
     except DeltafinError as e:
         yield failed("install", e, "nothing can be fetched again")
         return
+    names = released.needed or {name for name in released.files if name.endswith(".safetensors")}
     proved = {n for n in released.proved if n in released.files and released.files[n].sha256}
-    left = len(names) - len(proved.intersection(names))
+    left = len(names) - len(proved & names)
     text = f"{len(names) - left} of {len(names)} released files were compared with the hub's checksum"
     if not left:
         yield Finding("install", Level.OK, text)

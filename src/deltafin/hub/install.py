@@ -96,6 +96,7 @@ def bring(
         HubError, StoreError: finished work is kept.
     """
     shards = ShardMap(manifest, checkpoint)
+    released.need(shards.pieces)
     order = shards.order(blobs)
     proof = ShardProof(manifest, shards, released, hub, order, progress)
     try:
@@ -144,6 +145,7 @@ def install_in_place(
     _check_revision(home, pin)
     released = fetch_released(hub, pin, home)
     names = text_shards(released)
+    released.need(names)
     total = sum(released.files[name].size for name in names)
     with lock_home(home):
         tell = _teller("download", total, progress)
@@ -229,6 +231,7 @@ def adopt(
         checkpoint = Checkpoint.open(folder)
         released = _local_record(folder, home, hub, pin, checkpoint)
         released.proved |= proved
+        released.need(checkpoint.files)
         todo = [name for name in sorted(checkpoint.files) if name not in proved]
         tell = _teller("check", sum(checkpoint.files[name] for name in todo), progress)
         for name in todo:

@@ -42,12 +42,14 @@ class Released:
         pin: repository and revision.
         files: what the hub said about metadata and shards, by name.
         proved: shards whose bytes in the install have been compared with the hub's sha256 as a whole.
+        needed: shards with tensors of the text model; empty while that is not known.
     """
 
     folder: Path
     pin: Pin
     files: dict[str, RemoteFile]
     proved: set[str] = field(default_factory=set)
+    needed: set[str] = field(default_factory=set)
 
     def save(self) -> None:
         """Writes the record, durably."""
@@ -58,6 +60,7 @@ class Released:
             "pinned": dict(self.pin.sha256),
             "files": [asdict(file) for file in self.files.values()],
             "proved": sorted(self.proved),
+            "needed": sorted(self.needed),
         }
         write_atomic(self.folder / RECORD_NAME, json.dumps(record, indent=1).encode())
 
@@ -79,9 +82,15 @@ class Released:
             for entry in record["files"]:
                 file = RemoteFile(str(entry["name"]), int(entry["size"]), str(entry["sha256"]), str(entry["git_sha1"]))
                 files[file.name] = file
-            return cls(folder, pin, files, set(map(str, record["proved"])))
+            return cls(folder, pin, files, set(map(str, record["proved"])), set(map(str, record.get("needed", ()))))
         except (KeyError, TypeError, ValueError, AttributeError, DeltafinError) as e:
             raise HubError(f"{path} is damaged: {str(e)[:160]}", remedy=f"delete {folder}, then {_AGAIN}") from None
+
+    def need(self, names: Iterable[str]) -> None:
+        """Notes which shards are needed."""
+        if self.needed != set(names):
+            self.needed = set(names)
+            self.save()
 
     def checkpoint(self, hub: Hub | None, progress: Callable[[str], None] = lambda _: None) -> Checkpoint:
         """The released checkpoint, its shards' headers taken from the folder or, where absent, from the hub.
