@@ -24,6 +24,7 @@ NEW = 6
 
 @pytest.fixture(scope="module")
 def torch(mini_store: Path) -> Iterator[Engine]:
+    pytest.importorskip("torch")
     with Engine.open(mini_store, EngineOptions(backend="torch", context=1024, draft="off")) as opened:
         yield opened
 
