@@ -64,6 +64,7 @@ def test_stream_then_offline(user: User, mini_target: Path) -> None:
     assert "deltafin fetch --store" in err
     code, expected, err = user(*PROMPT)
     assert code == 0, err
+    assert err.count(f"fetching what the drives lack from {user.hub.endpoint}") == 1
     before = len(user.hub.log)
     code, out, err = user(*PROMPT, DELTAFIN_OFFLINE="1")
     assert (code, out) == (0, expected), err

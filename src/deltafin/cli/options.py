@@ -25,6 +25,8 @@ Backend = Annotated[str | None, typer.Option(help="What computes: auto, torch or
 Precision = Annotated[
     str | None, typer.Option(help="Activations of the mlx backend: bf16 (as K3 is served) or fp32. [default: auto]")
 ]
+_LACKING = "fetching what the drives lack from"
+
 Model = Annotated[Path | None, typer.Option(help="Folder with the released Kimi K3 files, used in place.")]
 Store = Annotated[Path | None, typer.Option(help="Folder of an install made with `deltafin store create`.")]
 Ram = Annotated[
@@ -87,7 +89,7 @@ def engine_options(
         prefetch=settings.prefetch,
         heat=heat_folder(settings) if settings.heat else None,
         trace=trace,
-        supplier=None if settings.offline else supplier_for(lambda: hub(settings)),
+        supplier=None if settings.offline else supplier_for(lambda: hub(settings, _LACKING)),
     )
 
 
@@ -96,17 +98,23 @@ def heat_folder(settings: Settings) -> Path:
     return settings.home / "heat"
 
 
-def hub(settings: Settings) -> Hub:
+def hub(settings: Settings, purpose: str = "") -> Hub:
     """The hub that the settings mean.
+
+    Args:
+        purpose: said to the user, who did not ask for the network with this command.
 
     Raises:
         OfflineError: the network was switched off.
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    return Hub(
+    made = Hub(
         hosts=[host.strip() for host in settings.hub_hosts.split(",") if host.strip()],
         notify=lambda text: console.print(text, style="dim", markup=False),
     )
+    if purpose:
+        console.print(f"{purpose} {made.endpoint} (--offline forbids it)", style="dim", markup=False)
+    return made
 
 
 @contextmanager
