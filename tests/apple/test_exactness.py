@@ -10,7 +10,7 @@ import pytest
 
 from bits import Trace, greedy
 from conftest import in_place, striped
-from deltafin.apple import rows
+from deltafin.apple import probe, rows
 from deltafin.errors import MemoryBudgetError
 from deltafin.generation.engine import Engine, EngineOptions
 
@@ -69,7 +69,7 @@ def test_any_prefill_chunk(chunk: int, mini_store: Path, cases: list[list[int]],
 def test_positions_verified_together(
     width: int, mode: rows.Mode, mini_store: Path, cases: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "choose", lambda *_: mode)
+    monkeypatch.setattr(probe, "choose", lambda *_: mode)
     with Engine.open(mini_store, options()) as engine:
         single = greedy(engine, cases[0], NEW)
         assert greedy(engine, cases[0], NEW, width=width) == single
@@ -94,7 +94,7 @@ def test_any_memory_budget(extra: int, mini_store: Path, cases: list[list[int]],
 def test_a_partial_commit_equals_having_computed_only_that_part(
     kept: int, mode: rows.Mode, mini_store: Path, cases: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "choose", lambda *_: mode)
+    monkeypatch.setattr(probe, "choose", lambda *_: mode)
     prompt, block = cases[1][:40], cases[1][40:48]
     with Engine.open(mini_store, options()) as engine:
         mixed, plain = (engine.backend.state(engine.config, 256) for _ in range(2))

@@ -231,3 +231,20 @@ def test_a_consumer_that_leaves_a_prefill_gives_every_frame_back(cold: Engine) -
         assert not experts._leased
         experts.clear_tier()
     assert len(experts._arena.free) == frames
+
+
+@pytest.mark.parametrize("unit", [mx.uint8, mx.uint16, mx.uint32, mx.uint64])
+def test_landings_of_more_bytes_than_mlx_counts(unit: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The released embedding has 2.3 GB, more than an axis may have numbers; here the bound is lowered instead."""
+    monkeypatch.setattr("deltafin.apple.memory._MOST_NUMBERS", 12_288 // unit.size)
+    landing = Landing.of(8_000)
+    assert landing.base.dtype == unit
+    numbers = np.arange(64, dtype=np.float32)
+    for offset in (0, 64, 4096 + 8, 6, 3):
+        landing.bytes[offset : offset + 256] = numbers.tobytes()
+        array = landing.array(mx.float32, (8, 8), offset)
+        assert array.reshape(-1).tolist() == numbers.tolist()
+        if offset % 8 == 0:
+            assert address(array) == landing.address + offset
+    with pytest.raises(MemoryError):
+        Landing.of(1 << 20)

@@ -2,7 +2,7 @@
 
 Bytes land in MLX's own memory (``memory``, ``frames``) and are multiplied there. ``target`` is the layer loop, ``kda``,
 ``mla`` and ``moe`` the sublayers over ``state``, ``weights`` the names; ``rows`` keeps every row's bits independent of
-the others, ``selftest`` compares the kernels with NumPy, ``mlx_lm_models`` finds single files of ``mlx-lm``.
+the others as ``probe`` finds necessary, ``selftest`` compares the kernels with NumPy, ``mlx_lm_models`` finds single files of ``mlx-lm``.
 ``backend`` puts it all behind the contract.
 
 May import: mlx, ``mlx_lm``'s model files, ``contract``, ``expert_layout``, ``checkpoint``, ``drafting``, ``store``,

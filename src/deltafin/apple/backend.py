@@ -11,7 +11,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from deltafin.apple import rows, selftest
+from deltafin.apple import probe, selftest
 from deltafin.apple.frames import MlxFrames
 from deltafin.apple.kda import replay
 from deltafin.apple.limits import apply_limits
@@ -93,7 +93,7 @@ class MlxBackend:
             block_rows=block_rows,
             stop=stop,
             activations=self._activations,
-            mode=rows.choose(shapes, self._activations),
+            mode=probe.choose(shapes, self._activations),
         )
 
     def lm_head(self, spine: Spine[mx.array]) -> mx.array:

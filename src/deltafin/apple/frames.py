@@ -14,6 +14,7 @@ SLAB_BYTES = 16 << 20
 not, so that a frame given back to the system is really given back."""
 
 _MOST_WINDOWS = 256
+_MOST_SLAB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class MlxFrames:
         self.copied_bytes = 0
         self._count = count
         self._retired: list[int] = []
-        self.per_slab = max(1, slab_bytes // frame_bytes)
+        self.per_slab = max(1, min(slab_bytes, _MOST_SLAB) // frame_bytes)
         self._slabs: dict[int, _Slab] = {}
 
     def view(self, frame: int) -> memoryview:

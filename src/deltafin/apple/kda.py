@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import mlx.core as mx
 
-from deltafin.apple.ops import Linear
+from deltafin.apple.mlx_lm_models import model_file
+from deltafin.apple.ops import Linear, on_gpu
 from deltafin.apple.state import KdaRows, KdaState
 from deltafin.apple.weights import KdaWeights
 from deltafin.checkpoint.config import K3Config
+from deltafin.errors import MachineError
 
 
 def forward(
@@ -76,8 +81,19 @@ def recurrence(q: mx.array | None, rows: KdaRows, state: mx.array) -> tuple[mx.a
         state: fp32 [H, value, key].
 
     Returns:
-        (outputs fp32 [T, H, D], or an empty array without ``q``; state after the rows).
+        (outputs fp32 [T, H, D], meaningless without ``q``; state after the rows).
     """
+    kernel = gpu_kernel()
+    if kernel is None:
+        return by_operations(q, rows, state)
+    beta = mx.sigmoid(rows.beta[..., 0])
+    asked = rows.k if q is None else q
+    out, after = kernel(asked[None], rows.k[None], rows.v[None], rows.decay[None], beta[None], state[None])
+    return out[0], after[0]
+
+
+def by_operations(q: mx.array | None, rows: KdaRows, state: mx.array) -> tuple[mx.array, mx.array]:
+    """``recurrence`` as single operations."""
     outputs = []
     for t in range(len(rows.k)):
         k = rows.k[t][:, None]
@@ -90,6 +106,30 @@ def recurrence(q: mx.array | None, rows: KdaRows, state: mx.array) -> tuple[mx.a
         if q is not None:
             outputs.append((state * q[t][:, None]).sum(axis=-1))
     return (mx.stack(outputs) if outputs else mx.zeros((0,))), state
+
+
+@cache
+def gpu_kernel() -> Any | None:
+    """``mlx-lm``'s Metal kernel of the recurrence, which runs the rows of a pass in one call and in their order.
+
+    None on the CPU, without ``mlx-lm``, and where the kernel does not give what the formula gives; the recurrence then
+    consists of single operations.
+    """
+    if not on_gpu():
+        return None
+    try:
+        kernel = model_file("gated_delta").gated_delta_kernel
+        key = mx.random.split(mx.random.key(1), 4)
+        q, k, v, decay = (mx.random.normal((2, 2, 32), key=key[i]) for i in range(4))
+        rows = KdaRows(k * 0.2, v, mx.exp(-mx.abs(decay)), mx.zeros((2, 2, 1)))
+        state = mx.ones((2, 32, 32))
+        beta = mx.sigmoid(rows.beta[..., 0])
+        got = kernel(q[None], rows.k[None], rows.v[None], rows.decay[None], beta[None], state[None])
+        wanted = by_operations(q, rows, state)
+        same = all(bool(mx.allclose(a[0], b, rtol=1e-3, atol=1e-3).item()) for a, b in zip(got, wanted, strict=True))
+    except (MachineError, AttributeError, TypeError, ValueError, RuntimeError):
+        return None
+    return kernel if same else None
 
 
 def replay(state: mx.array, rows: KdaRows, count: int) -> mx.array:

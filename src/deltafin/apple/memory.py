@@ -16,6 +16,9 @@ import numpy as np
 from deltafin.store.types import PAGE
 
 DTYPES = {"BF16": mx.bfloat16, "F32": mx.float32}
+_UNITS = (mx.uint8, mx.uint16, mx.uint32, mx.uint64)
+_MOST_NUMBERS = (1 << 31) - 1
+"""MLX counts the numbers along an axis in 32 bits; the released embedding and head have more bytes than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,9 @@ class Landing:
     """Page-aligned bytes inside an MLX array.
 
     Attributes:
-        base: uint8 array that owns the memory; a little larger, since MLX aligns small arrays to 16 bytes only.
-        start: the first page boundary in it.
+        base: array that owns the memory; a little larger, since MLX aligns small arrays to 16 bytes only. Of bytes, or
+            of wider numbers where there are so many bytes that MLX could not count them.
+        start: byte offset of the first page boundary in it.
         nbytes: usable from there.
         address: of the byte at ``start``.
     """
@@ -43,9 +47,10 @@ class Landing:
         """
         size = max(1, -(-nbytes // PAGE)) * PAGE
         try:
-            base = mx.zeros((size + PAGE,), dtype=mx.uint8)
+            unit = next(u for u in _UNITS if (size + PAGE) // u.size <= _MOST_NUMBERS)
+            base = mx.zeros(((size + PAGE) // unit.size,), dtype=unit)
             mx.eval(base)
-        except (RuntimeError, ValueError) as e:
+        except (RuntimeError, ValueError, StopIteration) as e:
             raise MemoryError(f"MLX cannot hold {size} bytes: {e}") from None
         address = np.asarray(memoryview(base)).ctypes.data  # type: ignore[arg-type]
         start = -address % PAGE
@@ -54,7 +59,8 @@ class Landing:
     @property
     def bytes(self) -> memoryview:
         """The memory, writable; whoever writes must know that no pending GPU work reads it."""
-        return memoryview(self.base)[self.start : self.start + self.nbytes]  # type: ignore[arg-type]
+        whole = memoryview(self.base).cast("B")  # type: ignore[arg-type]
+        return whole[self.start : self.start + self.nbytes]
 
     def array(self, dtype: mx.Dtype, shape: Sequence[int], offset: int) -> mx.array:
         """The array whose bytes begin at ``offset``; it shares the memory.
@@ -62,11 +68,13 @@ class Landing:
         An address that MLX cannot use for ``dtype`` (a file whose tensors are not aligned to their own size) costs a
         copy, which the released files never need.
         """
-        begin = self.start + offset
-        nbytes = math.prod(shape) * dtype.size
-        flat = self.base[begin : begin + nbytes]
-        if (self.address + offset) % dtype.size:
-            flat = mx.contiguous(flat + mx.array(0, dtype=mx.uint8))
+        nbytes, unit = math.prod(shape) * dtype.size, self.base.dtype.size
+        if (self.address + offset) % dtype.size or offset % unit or nbytes % unit:
+            kind = np.uint16 if dtype.size == 2 else np.uint32
+            flat = mx.array(np.frombuffer(self.bytes[offset : offset + nbytes], dtype=kind).copy())
+        else:
+            begin = (self.start + offset) // unit
+            flat = self.base[begin : begin + nbytes // unit]
         made = flat.view(dtype).reshape(shape)
         mx.eval(made)  # MLX evaluates an array only in the thread that wrote it down
         return made

@@ -26,12 +26,14 @@ def fused(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return call
 
 
-@fused
-def situ(gate: mx.array, up: mx.array, beta: float, linear_beta: float) -> mx.array:
+def situ_formula(gate: mx.array, up: mx.array, beta: float, linear_beta: float) -> mx.array:
     """β·tanh(g/β)·sigmoid(g) · λ·tanh(u/λ), fp32 inside, in the dtype of ``gate`` (spec 3.4)."""
     g, u = gate.astype(mx.float32), up.astype(mx.float32)
     out = mx.tanh(g * (1 / beta)) * mx.sigmoid(g) * mx.tanh(u * (1 / linear_beta)) * (beta * linear_beta)
     return out.astype(gate.dtype)
+
+
+situ = fused(situ_formula)
 
 
 class Bank:

@@ -1,7 +1,7 @@
 """Every row's bits independent of the rows beside it, on whatever kernels MLX chooses.
 
 MLX may multiply one row with another kernel, and so in another order of sums, than eight. Which it does is measured at
-start-up, on this machine and in the model's shapes, and the cheapest way that keeps rows apart is taken:
+start-up (``probe``), on this machine and in the model's shapes, and the cheapest way that keeps rows apart is taken:
 
 * ``together``: products of any number of rows are the same bits as products of one (MLX's CPU kernels).
 * ``tiles``: a product is always one of ``TILE`` rows, filled up with zeros; the same kernel for one row and for eight.
@@ -12,18 +12,18 @@ Routed experts need no such care: the gather product treats every (row, expert) 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Literal
 
 import mlx.core as mx
 
 Mode = Literal["together", "tiles", "alone"]
+MODES: tuple[Mode, ...] = ("together", "tiles", "alone")
+"""From the cheapest on."""
 TILE = 8
-_MOST_OUTPUTS = 512
-_COUNTS = (2, 3, TILE, 3 * TILE + 1)
 
 
-def linear_for(mode: Mode):  # type: ignore[no-untyped-def]
+def linear_for(mode: Mode) -> Callable[[mx.array, mx.array], mx.array]:
     """The product x·wᵀ that keeps rows apart; see ``ops.Linear``."""
     return in_tiles if mode == "tiles" else plain
 
@@ -42,23 +42,3 @@ def in_tiles(x: mx.array, w: mx.array) -> mx.array:
     parts = [x[i : i + TILE] @ w.T for i in range(0, count + rest, TILE)]
     out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
     return out[:count] if rest else out
-
-
-def choose(shapes: Iterable[tuple[int, int]], activations: mx.Dtype) -> Mode:
-    """The cheapest mode in which products of all shapes (out, in) keep rows apart on the default device."""
-    wanted = sorted({(min(out, _MOST_OUTPUTS), width) for out, width in shapes})
-    for mode in ("together", "tiles"):
-        if all(keeps_apart(mode, out, width, activations) for out, width in wanted):
-            return mode
-    return "alone"
-
-
-def keeps_apart(mode: Mode, out: int, width: int, activations: mx.Dtype) -> bool:
-    """Whether rows of wide products equal products of one row, bit for bit, in one shape."""
-    linear, most = linear_for(mode), max(_COUNTS)
-    key = mx.random.key(out * 31 + width)
-    x = mx.random.normal((most, width), key=key).astype(activations)
-    w = mx.random.normal((out, width), key=key).astype(mx.bfloat16)
-    single = mx.concatenate([linear(x[i : i + 1], w) for i in range(most)])
-    wide = [(linear(x[-n:], w), single[-n:]) for n in _COUNTS]
-    return all(bool(mx.array_equal(a, b).item()) for a, b in wide)
