@@ -105,6 +105,18 @@ def test_a_drive_under_another_volume_name_is_followed(
     assert "NEW_PATH" in caught.value.remedy
 
 
+def test_a_home_on_a_volume_of_another_name_is_pointed_out(volumes: Path, tiny_once: Path) -> None:
+    (volumes / "K3").mkdir()
+    home = create_store(tiny_once, [DriveSpec(volumes / "K3", 1.0)], layout="striped")
+    (volumes / "K3").rename(volumes / "K3 1")
+    for lost, place in ((volumes / "K3", volumes / "K3 1"), (home, volumes / "K3 1" / home.name)):
+        with pytest.raises(ManifestError) as caught:
+            Store.open(lost)
+        assert f"--store '{place}'" in caught.value.remedy
+    with Store.open(volumes / "K3 1") as store:
+        assert len(store.drives) == 1
+
+
 def test_a_foreign_volume_is_never_followed(volumes: Path, home: Path, tiny_once: Path, tmp_path: Path) -> None:
     other = make_drives(tmp_path / "second", (1.0, 2.0, 3.0))
     create_store(tiny_once, other, layout="striped", home=tmp_path / "other-home")

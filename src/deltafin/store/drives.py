@@ -90,13 +90,17 @@ def elsewhere(manifest: Manifest, drive: DriveInfo) -> Path | None:
     """
     if manifest.layout == "in-place":
         return None  # names and sizes of shards are no proof of identity
-    parts = drive.path.parts[1:]
+    return next((place for place in places_of(drive.path) if is_drive(manifest, drive, place)), None)
+
+
+def places_of(path: Path) -> Iterator[Path]:
+    """Where ``path`` would be if its volume were mounted in another place: its end, long or short, below each mount."""
+    parts = path.parts[1:]
     for mount in itertools.islice(_mount_points(), _MOST_MOUNTS):
         for first in range(len(parts) + 1):
             place = mount.joinpath(*parts[first:])
-            if place != drive.path and is_drive(manifest, drive, place):
-                return place
-    return None
+            if place != path:
+                yield place
 
 
 def follow(manifest: Manifest) -> tuple[Manifest, list[str]]:

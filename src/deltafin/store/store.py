@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from glob import escape, glob
 from pathlib import Path
 from types import TracebackType
 
@@ -14,7 +15,7 @@ import xxhash
 from deltafin.checkpoint.inventory import spine_inventory
 from deltafin.errors import ManifestError, SliceMissingError
 from deltafin.expert_layout import ExpertLayout
-from deltafin.store.drives import check_drive, check_files, follow
+from deltafin.store.drives import check_drive, check_files, follow, places_of
 from deltafin.store.files import hold
 from deltafin.store.manifest import MANIFEST_NAME, Manifest
 from deltafin.store.reader import Reader, raise_file_limit
@@ -256,6 +257,13 @@ def find_home(path: Path) -> Path:
     if found:
         names = ", ".join(str(manifest.parent) for manifest in found[:8])
         raise ManifestError(f"{path} holds several installs: {names}", remedy="name one of them")
+    for place in places_of(path.absolute()):
+        # The functions of ``Path`` raise where a folder may not be entered.
+        below = glob(os.path.join(escape(str(place)), "deltafin-*", MANIFEST_NAME))
+        if os.path.isfile(place / MANIFEST_NAME) or below:
+            raise ManifestError(
+                f"{path} holds no install, but {place} does", remedy=f"if that volume is meant: --store '{place}'"
+            )
     raise ManifestError(
         f"{path} holds no install ({MANIFEST_NAME} is missing)",
         remedy="make one with deltafin setup (or, from files, deltafin store create), or name the right folder",
