@@ -1,10 +1,11 @@
 """What reading ahead gains on the built-in miniature's real routes, against a predictor that knows the future.
 
-    python -m benchmarks.prefetch [--mb-per-s 40] [--tokens 50] [--rounds 3]
+    python -m benchmarks.prefetch [--reads 0.1 1 4] [--tokens 50] [--rounds 3]
 
-No expert is kept, so every token reads all of its own. One virtual drive is throttled; by default its rate is chosen
-so that reading takes as long as computing, where overlap matters most. Arms (off, on, perfect) run in random order and
-must give equal logits. The gain is compared with the perfect predictor's, whose limits are the same windows and policy.
+No expert is kept, so every token reads all of its own. One virtual drive is throttled so that reading takes --reads
+times as long as computing: at 1 overlap matters most, elsewhere reading ahead must at least cost nothing. Arms (off,
+on, perfect) run in random order and must give equal logits. The gain is compared with the perfect predictor's, whose
+limits are the same windows and policy.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def decode(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb-per-s", type=float)
+    parser.add_argument("--reads", type=float, nargs="*", default=[0.1, 1.0, 4.0])
     parser.add_argument("--tokens", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compute", type=float, default=25.0, help="milliseconds of imagined computing per layer")
@@ -76,42 +77,51 @@ def main() -> None:
         drive = DriveSpec(Path(base) / "drive", 1.0)
         drive.path.mkdir()
         home = create_store(embedded_checkpoint(), [drive], layout="striped")
-
-        def opened(prefetch: bool, rate: float | None) -> Engine:
-            limits = None if rate is None else {0: rate}
-            options = EngineOptions(tier=0, prefetch=prefetch, max_bytes_per_s=limits, context=2048, draft="off")
-            engine = Engine.open(home, options)
-            slow_attention(engine, a.compute / 1e3)
-            return engine
-
-        with opened(False, None) as engine:
+        with opened(home, a.compute, False, None) as engine:
             plain, digest, future = decode(engine, prompt, a.tokens, None)
-            nbytes = engine.experts.blob_bytes * engine.config.experts_per_token * len(engine.config.moe_layers)
-        rate = a.mb_per_s * 1e6 if a.mb_per_s else nbytes / (a.compute / 1e3 * len(engine.config.moe_layers))
-        print(
-            f"drive {rate / 1e6:.1f} MB/s, reading a token's experts takes {nbytes / rate * 1e3:.1f} ms; "
-            f"a token takes {statistics.median(plain) * 1e3:.1f} ms on the unthrottled drive"
-        )
-        times: dict[str, list[float]] = {"off": [], "on": [], "perfect": []}
-        recall: list[Sequence[str]] = []
-        for _ in range(a.rounds):
-            for arm in random.sample(list(times), len(times)):
-                with opened(arm != "off", rate) as engine:
-                    seconds, got, _ = decode(engine, prompt, a.tokens, future if arm == "perfect" else None)
-                    assert got == digest, "reading ahead changed a logit"
-                    times[arm].append(statistics.median(seconds[10:]))
-                    if arm == "on":
-                        recall = [
-                            [f"{name} {s.recall:.2f}" for name, s in layer.items()]
-                            for layer in engine.experts.prefetch_policy.report()
-                        ]
-        best = {arm: statistics.median(t) for arm, t in times.items()}
-        for arm, t in best.items():
-            print(f"{arm:8} {t * 1e3:8.2f} ms per token")
-        possible, gained = best["off"] - best["perfect"], best["off"] - best["on"]
-        print(f"gained {gained * 1e3:.2f} of a perfect predictor's {possible * 1e3:.2f} ms: {gained / possible:.2f}")
-        for layer, figures in zip(engine.config.moe_layers, recall, strict=True):
-            print(f"  layer {layer}: recall {', '.join(figures) or 'not asked'}")
+            layers = len(engine.config.moe_layers)
+            nbytes = engine.experts.blob_bytes * engine.config.experts_per_token * layers
+        print(f"a token takes {statistics.median(plain) * 1e3:.1f} ms on the unthrottled drive")
+        for reads in a.reads:
+            rate = nbytes / (reads * a.compute / 1e3 * layers)
+            print(
+                f"drive {rate / 1e6:.1f} MB/s: a token's experts take {nbytes / rate * 1e3:.1f} ms, {reads} x computing"
+            )
+            compare(home, a, rate, prompt, digest, future)
+
+
+def opened(home: Path, compute: float, prefetch: bool, rate: float | None) -> Engine:
+    """An engine that keeps no expert."""
+    limits = None if rate is None else {0: rate}
+    options = EngineOptions(tier=0, prefetch=prefetch, max_bytes_per_s=limits, context=2048, draft="off")
+    engine = Engine.open(home, options)
+    slow_attention(engine, compute / 1e3)
+    return engine
+
+
+def compare(home: Path, a: argparse.Namespace, rate: float, prompt: list[int], digest: str, future: list[Any]) -> None:
+    """Off, on and perfect at one rate."""
+    times: dict[str, list[float]] = {"off": [], "on": [], "perfect": []}
+    recall: list[Sequence[str]] = []
+    for _ in range(a.rounds):
+        for arm in random.sample(list(times), len(times)):
+            with opened(home, a.compute, arm != "off", rate) as engine:
+                seconds, got, _ = decode(engine, prompt, a.tokens, future if arm == "perfect" else None)
+                assert got == digest, "reading ahead changed a logit"
+                times[arm].append(statistics.median(seconds[10:]))
+                if arm == "on":
+                    report = engine.experts.prefetch_policy.report()
+                    recall = [[f"{name} {s.recall:.2f}" for name, s in layer.items()] for layer in report]
+                    moe_layers = engine.config.moe_layers
+    best = {arm: statistics.median(t) for arm, t in times.items()}
+    print("  " + ", ".join(f"{arm} {t * 1e3:.2f} ms" for arm, t in best.items()) + " per token")
+    possible, gained = best["off"] - best["perfect"], best["off"] - best["on"]
+    print(
+        f"  gained {gained * 1e3:.2f} of a perfect predictor's {possible * 1e3:.2f} ms: {gained / possible:.2f}; "
+        f"on / off {best['on'] / best['off']:.3f}"
+    )
+    for layer, figures in zip(moe_layers, recall, strict=True):
+        print(f"    layer {layer}: recall {', '.join(figures) or 'not asked'}")
 
 
 def slow_attention(engine: Engine, seconds: float) -> None:
