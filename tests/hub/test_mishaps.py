@@ -29,11 +29,12 @@ from deltafin.hub import install
 from deltafin.hub.client import Hub
 from deltafin.hub.download import fetch_file
 from deltafin.hub.pins import Pin
+from deltafin.hub.released import Released
 from deltafin.store import Store
 from deltafin.store.direct import DirectFile
 from deltafin.store.manifest import Manifest
 from deltafin.store.survey import relocate_store
-from store.installs_help import all_bytes, make_drives, released_bytes
+from store.installs_help import all_bytes, make_drives, released_bytes, scattered_checkpoint
 
 REAL_PREADV, REAL_PWRITEV, REAL_PWRITE = os.preadv, os.pwritev, os.pwrite
 
@@ -377,3 +378,18 @@ def test_reads_that_heal_during_generation(mini_store: Path, monkeypatch: pytest
         monkeypatch.setattr(os, "preadv", preadv)
         assert answer() == expected
         assert sum(drive.retries for drive in engine.store.reader.stats()) > 0
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_shards_in_another_order(odd: bool, small_model: Path, tmp_path: Path) -> None:
+    """Experts that are gathered from many places arrive in no order, and are proved all the same."""
+    scattered = scattered_checkpoint(small_model, tmp_path / "model", odd=odd)
+    with LocalHub({"small/k3": scattered}) as served:
+        hub = Hub(served.endpoint, hosts=["localhost"], backoff=(0.01, 0.05))
+        home, pin = tmp_path / "home", Pin("small/k3", served.revision)
+        install.install_striped(hub, pin, make_drives(tmp_path, (1.0, 1.0)), home, experts=True)
+        hub.close()
+    record = Released.load(home)
+    assert record is not None
+    assert record.proved == record.needed == set(record.shard_names())
+    assert same(home, small_model)
