@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,14 @@ def same(home: Path, model: Path) -> bool:
 
 def full_at(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Writes of payload fail once ``limit`` bytes have been written; returns the count."""
-    written = [0]
+    written, lock = [0], threading.Lock()
 
     def counted(real: Callable[..., int], size: Callable[[Any], int]) -> Callable[..., int]:
         def write(fd: int, data: Any, offset: int) -> int:
-            written[0] += size(data)
-            if written[0] > limit:
+            with lock:
+                written[0] += size(data)
+                full = written[0] > limit
+            if full:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(fd, data, offset)
 
