@@ -79,13 +79,12 @@ def test_what_heals(client: Hub, pin: Pin, served: LocalHub, where: str, what: s
 )
 def test_what_does_not(client: Hub, pin: Pin, served: LocalHub, where: str, what: str, said: str) -> None:
     served.faults.append(Fault(where, what, times=-1, value=0))
-    started = time.monotonic()
     if what == "cut":  # every answer ends early, but brings something: it arrives in the end
         get(client, pin, served)
         return
     with pytest.raises(HubError, match=said):
         get(client, pin, served)
-    assert time.monotonic() - started < 60
+    assert len(served.log) < 100, "it is given up"
 
 
 def test_reading_goes_on_where_it_was_cut(client: Hub, pin: Pin, served: LocalHub) -> None:

@@ -47,7 +47,8 @@ def mend(
         return report
     if report.bad:
         _mend_striped(home, hub, report.bad, progress)
-    if Released.load(home) is not None:
+    record = Released.load(home)
+    if record is not None and not (record.needed and record.needed <= record.proved):
         with opened(home, hub) as (manifest, checkpoint, released):
             bring(manifest, checkpoint, released, hub, (), progress)
     return report
