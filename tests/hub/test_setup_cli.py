@@ -84,7 +84,7 @@ def test_full_install_without_a_network_namespace(user: User) -> None:
     alone = subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode == 0
     prefix = ["unshare", "-rn"] if alone else []
     outputs = []
-    for arguments in (PROMPT, ("verify",), ("store", "inspect", str(user.store))):
+    for arguments in (PROMPT, ("verify",), ("store", "inspect", str(user.store)), ("doctor",), ("heat",)):
         done = subprocess.run(
             [*prefix, sys.executable, "-m", "deltafin", *arguments],
             capture_output=True,

@@ -108,6 +108,7 @@ def bring(
             movers=MOVERS,
             witness=proof,
             interrupt=hub.stop,
+            phase="fetch",
         )
     except HubChecksumError:
         if proof.failed:

@@ -109,6 +109,7 @@ def ingest(
     movers: int | None = None,
     witness: Witness | None = None,
     interrupt: Callable[[], None] = lambda: None,
+    phase: str = "",
 ) -> None:
     """Makes slices of ``manifest`` present.
 
@@ -120,6 +121,7 @@ def ingest(
         movers: blobs on their way at a time.
         witness: when given, slices are present only once it believes them.
         interrupt: makes sources give up what they wait for; called when this thread is told to stop.
+        phase: what progress calls it; ``copy`` or, in place, ``checksum`` by default.
 
     Raises:
         DriveFullError: a drive has no room; finished work is kept.
@@ -134,7 +136,7 @@ def ingest(
     chosen[order] = True
     wanted = chosen[m.blobs]
     striped = m.layout == "striped"
-    meter = Meter(m, progress, "copy" if striped else "checksum", wanted)
+    meter = Meter(m, progress, phase or ("copy" if striped else "checksum"), wanted)
     missing = wanted & ~m.present
     if witness is not None:
         missing &= ~m.written
