@@ -396,3 +396,34 @@ def test_shards_in_another_order(odd: bool, small_model: Path, tmp_path: Path) -
     assert record is not None
     assert record.proved == record.needed == set(record.shard_names())
     assert same(home, small_model)
+
+
+def test_whole_files_that_are_there_are_used_or_left_alone(
+    small: LocalHub, small_client: Hub, small_pin: Pin, small_model: Path, tmp_path: Path
+) -> None:
+    drives = make_drives(tmp_path, (None,))
+    install.install_in_place(small_client, small_pin, drives, tmp_path / "first")
+    record = json.loads((tmp_path / "first/released/source.json").read_text())
+    # Killed between the last file and the note about it.
+    last = record["proved"].pop()
+    (tmp_path / "first/released/source.json").write_text(json.dumps(record))
+    asked = len(small.requests("cdn"))
+    install.install_in_place(small_client, small_pin, drives, tmp_path / "first")
+    assert len(small.requests("cdn")) == asked
+    # A later revision on the same drive.
+    newer = tmp_path / "newer"
+    shutil.copytree(small_model, newer)
+    data = bytearray((newer / last).read_bytes())
+    data[-1] ^= 1
+    (newer / last).write_bytes(data)
+    before = (tmp_path / "drive0/k3" / last).read_bytes()
+    with LocalHub({"small/k3": newer}, revision="c" * 40) as later:
+        hub, pin = Hub(later.endpoint, hosts=["localhost"]), Pin("small/k3", later.revision)
+        with pytest.raises(StoreError, match="is not the file of small/k3 at cccc"):
+            install.install_in_place(hub, pin, drives, tmp_path / "second")
+        assert (tmp_path / "drive0/k3" / last).read_bytes() == before
+        (tmp_path / "drive0/k3" / last).rename(tmp_path / "drive0" / last)
+        install.install_in_place(hub, pin, drives, tmp_path / "second")
+        assert {r.name for r in later.requests("cdn")} == {last}, "what is the same is not fetched again"
+        hub.close()
+    assert same(tmp_path / "second", newer)

@@ -138,10 +138,11 @@ def install_in_place(
 ) -> None:
     """Downloads whole shards to ``drives`` and uses them where they are.
 
-    Shards go to the drive with most room, into a folder named like the repository.
+    Shards go to the drive with most room, into a folder named like the repository; those already there are used.
 
     Raises:
-        HubError, HubChecksumError, StoreError, CheckpointError: as named; finished work is kept.
+        HubError, HubChecksumError, StoreError, CheckpointError: as named; finished work is kept. Another file of a
+            shard's name is never overwritten.
     """
     _check_revision(home, pin)
     released = fetch_released(hub, pin, home)
@@ -159,10 +160,23 @@ def install_in_place(
             say(f"{name} → {target.parent}")
             if not link.is_symlink():
                 _link(link, target)
-            fetch_file(hub, pin, released.files[name], target, tell)
+            if target.exists():
+                _prove_here(target, released, pin, tell)
+            else:
+                fetch_file(hub, pin, released.files[name], target, tell)
             released.proved.add(name)
             released.save()
     create_store(released.folder, [], layout="in-place", home=home, progress=progress)
+
+
+def _prove_here(target: Path, released: Released, pin: Pin, tell: Callable[[int], None]) -> None:
+    """A file that is there already, of an earlier revision's install or from before a kill, is used or left alone."""
+    file = released.files[target.name]
+    if target.stat().st_size != file.size or sha256_of(target, tell) != expected_sha256(pin, file):
+        raise StoreError(
+            f"{target} exists and is not the file of {pin.repo} at {pin.revision[:12]}",
+            remedy="move it or delete it, or name another --drive, then run the same command again",
+        )
 
 
 def _link(link: Path, target: Path) -> None:

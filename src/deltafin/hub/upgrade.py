@@ -45,8 +45,13 @@ def upgrade(home: Path, hub: Hub, pin: Pin, *, progress: Progress | None = None,
     with lock_home(home):
         m = Manifest.load(home)
         old = Released.load(home)
-        if old is None or m.layout != "striped":
-            raise StoreError(f"{home} holds no slices from a hub", remedy="make a new install with deltafin setup")
+        if old is None:
+            raise StoreError(f"{home} did not come from a hub", remedy="make a new install with deltafin setup")
+        if m.layout != "striped":
+            raise StoreError(
+                f"{home} uses whole files in place",
+                remedy="set the new revision up with another --store: files that are the same are used, not fetched",
+            )
         for drive in m.drives:
             check_drive(m, drive)
         if not unread(home):
