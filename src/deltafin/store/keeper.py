@@ -25,8 +25,8 @@ from deltafin.store.files import fsync_path, sync
 from deltafin.store.manifest import Manifest, PresenceLog
 from deltafin.store.types import SLICE_ALIGN
 
-_MOST_WAITING = 640 << 20
-"""Bytes in memory on their way to the drives, two layers' experts; beyond that the caller waits for the drives."""
+_MOST_WAITING = 320 << 20
+"""Bytes in memory on their way to the drives: a layer's sixteen experts. Who brings more waits for the drives."""
 
 _GATHER_SECONDS = 0.05
 _SPARE_SECONDS = 5.0
