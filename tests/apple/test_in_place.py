@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from deltafin.apple.frames import MlxFrames
+from deltafin.apple.kda import recurrence
 from deltafin.apple.memory import Landing
+from deltafin.apple.state import KdaRows
 from deltafin.apple.target import MlxTarget
 from deltafin.errors import ReadError
 from deltafin.expert_layout import ExpertLayout
 from deltafin.generation.engine import Engine
+from deltafin.residency.budget import block_row_bytes, chunk_row_bytes
 from deltafin.streaming.experts import Lease
 
 from .conftest import options
@@ -248,3 +251,30 @@ def test_landings_of_more_bytes_than_mlx_counts(unit: mx.Dtype, monkeypatch: pyt
             assert address(array) == landing.address + offset
     with pytest.raises(MemoryError):
         Landing.of(1 << 20)
+
+
+def test_a_long_pass_needs_little_more_than_its_rows(bf16: Engine) -> None:
+    """Transients exist for a few rows at a time, whatever the length of the pass."""
+    state = bf16.backend.state(bf16.config, 600)
+    ids = [7 + i % 500 for i in range(512)]
+    bf16.target.forward(ids, state, logits="last")
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    bf16.target.forward(ids, state, logits="last")
+    planned = chunk_row_bytes(bf16.config) * len(ids) + block_row_bytes(bf16.config) * bf16.plan.block_rows
+    # All outputs of experts exist twice for a moment, when batches are put together.
+    slots = 4 * bf16.config.latent * bf16.config.experts_per_token * len(ids)
+    assert mx.get_peak_memory() - before < planned + slots + (4 << 20)
+
+
+def test_the_recurrence_does_not_keep_every_rows_state() -> None:
+    heads, dim, count = 2, 64, 256
+    q = mx.random.normal((count, heads, dim))
+    rows, start = KdaRows(q * 0.1, q, mx.abs(q) * 0.1, q[..., :1]), mx.zeros((heads, dim, dim))
+    mx.eval(q, *rows, start)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(recurrence(q, rows, start))
+    assert mx.get_peak_memory() - before < 40 * start.nbytes + 2 * q.nbytes

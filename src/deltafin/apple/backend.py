@@ -14,7 +14,7 @@ import mlx.core as mx
 from deltafin.apple import probe, selftest
 from deltafin.apple.frames import MlxFrames
 from deltafin.apple.kda import replay
-from deltafin.apple.limits import apply_limits
+from deltafin.apple.limits import apply_limits, bound_cache
 from deltafin.apple.memory import MlxSpineMemory
 from deltafin.apple.state import MlxState
 from deltafin.apple.target import MlxTarget
@@ -55,6 +55,10 @@ class MlxBackend:
     def numerics(self) -> str:
         """The code that computes, MLX's version, the device, and the precision."""
         return f"{_numerics()}-{self._precision}"
+
+    def bound_memory(self, budget: int) -> None:
+        """Bounds the freed memory that MLX keeps for reuse."""
+        bound_cache(budget)
 
     def spine_memory(self) -> MlxSpineMemory:
         """See ``Backend``."""

@@ -8,11 +8,14 @@ from typing import Any
 import mlx.core as mx
 
 from deltafin.apple.mlx_lm_models import model_file
-from deltafin.apple.ops import Linear, on_gpu
+from deltafin.apple.ops import Linear, on_gpu, start
 from deltafin.apple.state import KdaRows, KdaState
 from deltafin.apple.weights import KdaWeights
 from deltafin.checkpoint.config import K3Config
 from deltafin.errors import MachineError
+
+_UNCOMPUTED = 8
+"""Rows of the recurrence written down before they are submitted."""
 
 
 def forward(
@@ -56,8 +59,8 @@ def forward(
     beta = linear(x, w.beta).astype(mx.float32).reshape(count, heads, 1)
     rows = KdaRows(k, v, decay, beta)
     earlier, before = (None, None) if first else (state.raw, state.rows)
-    start = state.recurrent if first or state.ahead is None else state.ahead
-    out, state.ahead = recurrence(q, rows, start)
+    begin = state.recurrent if first or state.ahead is None else state.ahead
+    out, state.ahead = recurrence(q, rows, begin)
     if keep_rows:
         state.raw, state.rows = raw, rows
         if before is not None and earlier is not None:
@@ -105,6 +108,10 @@ def by_operations(q: mx.array | None, rows: KdaRows, state: mx.array) -> tuple[m
         state = state + u[..., None] * k
         if q is not None:
             outputs.append((state * q[t][:, None]).sum(axis=-1))
+            if t % _UNCOMPUTED == _UNCOMPUTED - 1:
+                # MLX begins with what was written down last: it would keep the state of every row until its output is
+                # computed, and a released layer's state has 6.3 MB.
+                start([*outputs[-_UNCOMPUTED:], state])
     return (mx.stack(outputs) if outputs else mx.zeros((0,))), state
 
 

@@ -11,9 +11,16 @@ import mlx.core as mx
 
 CACHE_BYTES = 256 << 20
 """Freed buffers that MLX may keep for reuse: several layers' worth of activations, and no more."""
+_CACHE_SHARE = 64
+"""Of a small budget it may keep this part."""
 
 # Not typed, and not the same in all versions.
 _MX: Any = mx
+
+
+def bound_cache(budget: int) -> None:
+    """Bounds freed memory for a process that may use ``budget`` bytes."""
+    _MX.set_cache_limit(min(CACHE_BYTES, budget // _CACHE_SHARE))
 
 
 def apply_limits() -> int:

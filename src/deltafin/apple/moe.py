@@ -20,6 +20,10 @@ from deltafin.expert_layout import ExpertLayout
 from deltafin.streaming.experts import Fetch, Lease
 
 Ids = npt.NDArray[np.int32]
+_MOST_PAIRS = 1024
+"""(row, expert) pairs whose transients exist at one time; at the released widths 60 kB each."""
+_BLOCK = 64
+"""Rows whose experts' outputs are weighted at one time."""
 _GATE_UP = np.array([0, 1], np.uint32)
 _SINGLE = tuple(np.array([i], np.int32) for i in range(1024))
 
@@ -110,7 +114,11 @@ class Products:
             else:
                 rows = np.concatenate([assignment.rows[lease.key[1]] for lease in members])
                 index = np.repeat(index, [len(s) for s in slots])
-                made.append(self._product(slab, offset, rows, index))
+                for i in range(0, len(rows), _MOST_PAIRS):
+                    part = slice(i, i + _MOST_PAIRS)
+                    made.append(self._product(slab, offset, rows[part], index[part]))
+                    if part.stop < len(rows):
+                        start(made[-1:])  # one piece after the other, so that only one piece's transients exist
             self._slots += slots
         self._parts += made
         return made
@@ -134,10 +142,16 @@ class Products:
         slots = np.concatenate(self._slots)
         order[slots] = np.arange(len(slots), dtype=np.uint32)
         together = total(self._parts)
-        if len(self._parts) > 1 or (order[1:] < order[:-1]).any():
-            together = together[mx.array(order)]
-        per_row = together.astype(mx.float32).reshape(count, k, -1)
-        return (per_row * mx.array(weights)[..., None]).sum(axis=1).astype(self._dtype)
+        self._parts = []
+        shuffled = bool((order[1:] < order[:-1]).any())
+        sums = []
+        for i in range(0, count, _BLOCK):
+            rows = slice(i * k, min(i + _BLOCK, count) * k)
+            part = together[mx.array(order[rows])] if shuffled else together[rows]
+            per_row = part.astype(mx.float32).reshape(-1, k, together.shape[1])
+            weighted = per_row * mx.array(weights[i : i + _BLOCK])[..., None]
+            sums.append(weighted.sum(axis=1).astype(self._dtype))
+        return total(sums)
 
 
 def compute(

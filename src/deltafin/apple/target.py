@@ -172,6 +172,8 @@ class MlxTarget:
             self._stop.check()
             x = bank.mixed(w.attention_mix, accumulator, block)
             attended.append(self._attend(layer, w, x, state, block))
+            if block.stop < rows.stop:
+                start(attended[-1:])  # so that what is written down and not yet computed stays small
         if snapshot:
             bank.append(accumulator)
             target = total(attended)

@@ -103,6 +103,7 @@ class Engine:
         self.stop = StopFlag()
         self.options = options
         self.plan, self._draft, self.draft_status = plan_with_draft(store, options)
+        backend.bound_memory(self.plan.budget)
         self.drafts: Drafts | None = None
         rows = self.plan.prefill_rows
         self.prefill_rows = min(rows, options.prefill_rows) if options.prefill_rows else rows

@@ -78,6 +78,9 @@ class TorchBackend:
         """
         return _numerics()
 
+    def bound_memory(self, budget: int) -> None:
+        """Nothing is held beyond the plan."""
+
     def spine_memory(self) -> TorchSpineMemory:
         """See ``Backend``."""
         return TorchSpineMemory()
