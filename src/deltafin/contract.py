@@ -151,7 +151,7 @@ class Backend(Protocol):
         """A name for this build's arithmetic: states of another one must not be continued."""
 
     def bound_memory(self, budget: int) -> None:
-        """Told the bytes of the whole process before anything is loaded; what the plan does not know must stay small."""
+        """Told the bytes of the whole process before anything is loaded: what the plan does not know stays small."""
 
     def spine_memory(self) -> SpineMemory[Native]:
         """Where spine bytes land and how they become arrays."""
