@@ -9,9 +9,10 @@ import mlx.core as mx
 from deltafin.apple.memory import Landing
 from deltafin.expert_layout import GROUP, ExpertLayout
 
-SLAB_BYTES = 16 << 20
-"""Frames that share one array are multiplied by one call. Small experts share; the released ones, 17.5 MB each, do
-not, so that a frame given back to the system is really given back."""
+SLAB_BYTES = 64 << 20
+_MOST_SHARED = 1 << 20
+"""Frames that share one array are multiplied by one call. Experts up to this size share; the released ones, 17.5 MB each,
+do not, so that a frame given back to the system is really given back."""
 
 _MOST_WINDOWS = 256
 _MOST_SLAB = 1 << 30
@@ -55,7 +56,8 @@ class MlxFrames:
         self.copied_bytes = 0
         self._count = count
         self._retired: list[int] = []
-        self.per_slab = max(1, min(slab_bytes, _MOST_SLAB) // frame_bytes)
+        shared = min(slab_bytes, _MOST_SLAB) // frame_bytes if frame_bytes <= _MOST_SHARED else 1
+        self.per_slab = max(1, shared)
         self._slabs: dict[int, _Slab] = {}
 
     def view(self, frame: int) -> memoryview:

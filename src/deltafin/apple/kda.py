@@ -68,9 +68,10 @@ def forward(
             state.rows = KdaRows(*(mx.concatenate(list(pair)) for pair in zip(before, rows, strict=True)))
     else:
         whole = raw if earlier is None else mx.concatenate([earlier, raw])
-        # Taken, not cut out: a window would keep the rows of the whole pass alive.
-        last = mx.arange(max(0, len(whole) - taps + 1), len(whole))
-        state.raw, state.rows = whole[last], None
+        # Of a long pass taken, not cut out: a window would keep the rows of the whole pass alive.
+        first_kept = max(0, len(whole) - taps + 1)
+        short = len(whole) <= _UNCOMPUTED
+        state.raw, state.rows = whole[first_kept:] if short else whole[mx.arange(first_kept, len(whole))], None
     gate = linear(x, w.gate).astype(mx.float32).reshape(count, heads, dim)
     normed = mx.fast.rms_norm(out, w.out_norm, config.rms_eps) * mx.sigmoid(gate)
     return linear(normed.reshape(count, width).astype(dtype), w.out)
@@ -98,16 +99,18 @@ def recurrence(q: mx.array | None, rows: KdaRows, state: mx.array) -> tuple[mx.a
 def by_operations(q: mx.array | None, rows: KdaRows, state: mx.array) -> tuple[mx.array, mx.array]:
     """``recurrence`` as single operations."""
     outputs = []
-    for t in range(len(rows.k)):
-        k = rows.k[t][:, None]
+    keys, decays = rows.k[:, :, None], rows.decay[:, :, None]
+    queries = None if q is None else q[:, :, None]
+    for t in range(len(keys)):
+        k = keys[t]
         # Sigmoid row by row: a vector unit treats the last few numbers of an array differently, and so few heads
         # as the miniature has would be such a rest in one case and not in another.
         beta = mx.sigmoid(rows.beta[t])
-        state = state * rows.decay[t][:, None]
+        state = state * decays[t]
         u = (rows.v[t] - (state * k).sum(axis=-1)) * beta
         state = state + u[..., None] * k
-        if q is not None:
-            outputs.append((state * q[t][:, None]).sum(axis=-1))
+        if queries is not None:
+            outputs.append((state * queries[t]).sum(axis=-1))
             if t % _UNCOMPUTED == _UNCOMPUTED - 1:
                 # MLX begins with what was written down last: it would keep the state of every row until its output is
                 # computed, and a released layer's state has 6.3 MB.

@@ -98,6 +98,11 @@ class Products:
         self._parts: list[mx.array] = []
         self._slots: list[Ids] = []
 
+    @property
+    def small(self) -> bool:
+        """Whether many experts are multiplied by one call."""
+        return self._frames.per_slab > 1
+
     def add(self, leases: Sequence[Lease]) -> list[mx.array]:
         """Submits the products of a batch; what it returns must be computed before the leases are given back."""
         frames, assignment = self._frames, self._assignment
@@ -182,10 +187,18 @@ def compute(
     told = batches.submitted
     if told:
         looked()
+    waiting: list[Lease] = []
+    first = True
     for batch in batches:
         started = time.perf_counter()
-        made = products.add(batch)
-        held += batch
+        waiting += batch
+        if products.small and batches.reading and batches.submitted and not first:
+            # A call for each arrival would take longer than computing what has arrived; large experts start at once.
+            continue
+        first = False
+        made = products.add(waiting)
+        held += waiting
+        waiting = []
         if batches.submitted:
             start([*others, *made])
             others = []

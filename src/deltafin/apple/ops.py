@@ -65,12 +65,15 @@ class Bank:
         score = (mix.score @ sources.swapaxes(1, 2)) * mx.concatenate([scale, self._inverse(wide)], axis=2)
         # Sources lie along the last axis: each row's softmax is one call that never sees another row.
         share = mx.softmax(score, axis=-1, precise=True)
-        mixture = (share @ sources)[:, 0].astype(own.dtype)
-        return mx.fast.rms_norm(mixture, mix.norm, self._eps)
+        mixture = share @ sources
+        if on_gpu():
+            return mx.fast.rms_norm(mixture[:, 0].astype(own.dtype), mix.norm, self._eps)
+        # On the CPU the norm is no single kernel, and its statistics are at hand in fp32.
+        return (mixture * self._inverse(mixture))[:, 0].astype(own.dtype) * mix.norm
 
     def _inverse(self, x: mx.array) -> mx.array:
         """1 / sqrt(mean(x²) + eps), [T, 1, 1]."""
-        return mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + self._eps)
+        return mx.rsqrt((x @ x.swapaxes(1, 2)) * (1 / x.shape[-1]) + self._eps)
 
 
 def gated(w: MlpWeights, x: mx.array, beta: float, linear_beta: float, linear: Linear) -> mx.array:

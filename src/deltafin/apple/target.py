@@ -91,6 +91,8 @@ class MlxTarget:
         self._named: dict[int, LayerWeights] = {}
         self._bias: dict[int, Any] = {}
         self._held: list[Lease] = []
+        # Whether the stream wanted predictions for (layer, prefill) last time: they are made before it is asked.
+        self._asked: dict[tuple[int, bool], bool] = {}
 
     def forward(
         self,
@@ -256,6 +258,9 @@ class MlxTarget:
 
         Missing from them are this layer's MLP (its experts are being read) and the next attention.
         """
+        prefill = len(accumulator) > 1 and not state.partial
+        if not self._asked.get((layer, prefill), True):
+            return None
         if layer >= self.config.layers or not self._experts.may_look_ahead(layer):
             return None
         w = self._named.get(layer)
@@ -276,7 +281,11 @@ class MlxTarget:
         if layer not in config.moe_layers or (wraps and prefill):
             return
 
+        asked = False
+
         def predict(layer: int) -> Sequence[int] | None:
+            nonlocal asked
+            asked = True
             if wraps or scores is None:
                 return None
             if not prefill:
@@ -288,6 +297,7 @@ class MlxTarget:
             return [expert for expert in self._file_order(layer) if chosen[expert] >= _SURE_ROWS]
 
         self._experts.look_ahead(layer, predict, long=prefill)
+        self._asked[layer, prefill] = asked
 
     def _attend(self, layer: int, w: LayerWeights, x: mx.array, state: MlxState, block: slice) -> mx.array:
         if isinstance(w.attention, KdaWeights):
