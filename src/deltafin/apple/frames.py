@@ -11,8 +11,8 @@ from deltafin.expert_layout import GROUP, ExpertLayout
 
 SLAB_BYTES = 64 << 20
 _MOST_SHARED = 1 << 20
-"""Frames that share one array are multiplied by one call. Experts up to this size share; the released ones, 17.5 MB each,
-do not, so that a frame given back to the system is really given back."""
+"""Frames that share one array are multiplied by one call. Experts up to this size share; the released ones, 17.5 MB
+each, do not, so that a frame given back to the system is really given back."""
 
 _MOST_WINDOWS = 256
 _MOST_SLAB = 1 << 30
