@@ -105,7 +105,8 @@ def test_a_frame_given_back_returns_its_memory() -> None:
 
 @pytest.fixture
 def cold(mini_store: Path) -> Iterator[Engine]:
-    with Engine.open(mini_store, options(tier=0)) as engine:
+    # Nothing is read ahead, so that every frame's whereabouts are known at every moment.
+    with Engine.open(mini_store, options(tier=0, prefetch=False)) as engine:
         yield engine
 
 
@@ -265,7 +266,7 @@ def test_a_long_pass_needs_little_more_than_its_rows(bf16: Engine) -> None:
     planned = chunk_row_bytes(bf16.config) * len(ids) + block_row_bytes(bf16.config) * bf16.plan.block_rows
     # All outputs of experts exist twice for a moment, when batches are put together.
     slots = 4 * bf16.config.latent * bf16.config.experts_per_token * len(ids)
-    assert mx.get_peak_memory() - before < planned + slots + (4 << 20)
+    assert mx.get_peak_memory() - before < planned + slots + (12 << 20)
 
 
 def test_the_recurrence_does_not_keep_every_rows_state() -> None:
