@@ -106,7 +106,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         read_header(tmp_path / "link.safetensors")
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_mutated_headers_raise_nothing_else(tmp_path: Path, data: st.DataObject) -> None:
     mutant = bytearray(container({"__metadata__": {"format": "pt"}, **GOOD}, b"12345678"))
@@ -129,7 +129,7 @@ def test_mutated_headers_raise_nothing_else(tmp_path: Path, data: st.DataObject)
         assert 0 <= info.offset <= info.offset + info.nbytes <= len(mutant)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text() | st.floats(),
