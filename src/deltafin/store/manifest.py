@@ -165,7 +165,7 @@ class Manifest:
             raise ManifestError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes", remedy=_REBUILD)
         config = K3Config.load(home)
         try:
-            with _read_only(path) as db:
+            with read_only(path) as db:
                 return _load(cls, path, config, db)
         except (sqlite3.Error, KeyError, TypeError, ValueError, OverflowError, RecursionError) as e:
             raise ManifestError(f"{path} is damaged: {str(e)[:200]}", remedy=_REBUILD) from None
@@ -304,7 +304,8 @@ class PresenceLog:
 
 
 @contextmanager
-def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
+def read_only(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection for reading a file that we wrote, also when a killed run left it in the middle of a change."""
     try:
         db = _connect(path, "ro")
         db.execute("SELECT count(*) FROM sqlite_master").fetchone()

@@ -28,7 +28,7 @@ from deltafin.store.direct import DirectFile
 from deltafin.store.drives import check_drive
 from deltafin.store.files import fsync_path, sync
 from deltafin.store.ingest import drive_error
-from deltafin.store.manifest import Manifest
+from deltafin.store.manifest import Manifest, read_only
 from deltafin.store.types import PAGE, SLICE_ALIGN, IngestProgress
 
 INDEX_NAME = "replicas.sqlite"
@@ -83,11 +83,8 @@ def load(m: Manifest) -> Replicas:
     try:
         if path.stat().st_size > _MAX_INDEX_BYTES:
             raise ValueError("larger than any index")
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=5)
-        try:
+        with read_only(path) as db:
             return _load(m, db)
-        finally:
-            db.close()
     except (sqlite3.Error, OSError, KeyError, ValueError, TypeError, OverflowError) as e:
         return Replicas.none(m, f"{path} is not used: {str(e)[:200]}")
 
