@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,18 +155,23 @@ def main() -> None:
                 drive.path.mkdir()
             home = create_store(args.folder, drives, layout="striped")
             options = EngineOptions(backend="mlx", precision=precision, context=2048, draft="off")
+            drafted = replace(options, draft="auto", draft_folders=(args.folder.parent,))
             model = MlxK3(args.folder, dtype="stored" if precision == "bf16" else "float32", lean=True)
             model.generate_greedy(chosen[0].ids, 4)
-            with Engine.open(home, options) as engine:
+            with Engine.open(home, options) as engine, Engine.open(home, drafted) as whole:
                 ours(engine, chosen[:1], cold=False)
-                report(engine, model, chosen, precision, args.rounds)
+                ours(whole, chosen[:1], cold=False)
+                report(engine, whole, model, chosen, precision, args.rounds)
 
 
-def report(engine: Engine, model: MlxK3, chosen: list[recorded.Prompt], precision: str, rounds: int) -> None:
-    """Measures and prints one precision."""
+def report(
+    engine: Engine, whole: Engine, model: MlxK3, chosen: list[recorded.Prompt], precision: str, rounds: int
+) -> None:
+    """Measures and prints one precision; ``whole`` is the engine as it comes, with its draft."""
     arms = {
         "ours": lambda: ours(engine, chosen, cold=True),
         "mlx-lm": lambda: theirs(model, chosen),
+        "drafted": lambda: ours(whole, chosen, cold=True),
     }
     rates: dict[str, list[float]] = {name: [] for name in arms}
     texts: dict[str, list[list[int]]] = {}
@@ -176,7 +182,8 @@ def report(engine: Engine, model: MlxK3, chosen: list[recorded.Prompt], precisio
             rates[name].append(rate)
     read = engine.experts.stats.read_bytes - read
     same = sum(a == b for a, b in zip(texts["ours"], texts["mlx-lm"], strict=True))
-    mine, other = (statistics.median(rates[name]) for name in arms)
+    assert texts["ours"] == texts["drafted"], "a draft changed a token"
+    mine, other, drafted = (statistics.median(rates[name]) for name in arms)
     ratios = [a / b for a, b in zip(rates["ours"], rates["mlx-lm"], strict=True)]
     host, waits = host_milliseconds(engine)
     frames = engine.experts.frames
@@ -188,6 +195,8 @@ def report(engine: Engine, model: MlxK3, chosen: list[recorded.Prompt], precisio
     ceiling = rate / per_token
     print(f"{precision}: ours {mine:.1f} tok/s, streaming ({size:.0f} MB read a round); mlx-lm {other:.1f}")
     print(f"  ratio {statistics.median(ratios):.2f} ({shown}); {same}/{len(chosen)} texts equal")
+    gains = [a / b for a, b in zip(rates["drafted"], rates["mlx-lm"], strict=True)]
+    print(f"  as it comes, with its draft: {drafted:.1f} tok/s, ratio {statistics.median(gains):.2f}, the same tokens")
     print(f"  host {host:.3f} ms a layer (bound 0.5), {waits:.2f} waits a layer")
     print(f"  {frames.copied_bytes} bytes of experts copied after their read; rows kept apart: {engine.target.mode}")
     print(f"  expert products {rate / 1e9:.2f} GB/s: ceiling {ceiling:.0f} tok/s, {mine / ceiling:.0%} of it")
