@@ -166,7 +166,6 @@ def compute(
     held: list[Lease],
     looked: Callable[[], None],
     evaluate: Callable[[list[mx.array]], None],
-    others: list[mx.array],
 ) -> float:
     """Submits every batch as it arrives.
 
@@ -175,15 +174,11 @@ def compute(
 
     Args:
         looked: called once, when all reads of this layer have been given to the drives.
-        others: what else the device may do meanwhile; submitted with the first batch, or before if anything is read.
 
     Returns:
         Seconds of the host's own work.
     """
     seconds = 0.0
-    if batches.reading:
-        start(others)
-        others = []
     told = batches.submitted
     if told:
         looked()
@@ -200,8 +195,7 @@ def compute(
         held += waiting
         waiting = []
         if batches.submitted:
-            start([*others, *made])
-            others = []
+            start(made)
         else:
             seconds += time.perf_counter() - started
             evaluate(made)

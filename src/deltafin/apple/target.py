@@ -16,7 +16,7 @@ import numpy as np
 
 from deltafin.apple import kda, mla, moe
 from deltafin.apple.frames import MlxFrames
-from deltafin.apple.ops import Bank, Linear, gated, on_gpu, start, total
+from deltafin.apple.ops import Bank, Linear, gated, start, total
 from deltafin.apple.rows import Mode, linear_for
 from deltafin.apple.state import MlxState
 from deltafin.apple.weights import KdaWeights, LayerWeights, MlpWeights, MoeWeights, Names, Tensors, arrays_of
@@ -206,18 +206,12 @@ class MlxTarget:
         scores = total([self._scores(x, own) for x in xs])
         predicted = self._predicted(layer + 1, bank, target, state)
         asked = [scores] if predicted is None else [scores, predicted]
-        # What needs no routed expert keeps a GPU busy while the host looks at the scores. On the CPU, where submitting
-        # takes as long as computing, it follows when the reads have begun.
+        # What needs no routed expert keeps the device busy while the host looks at the scores.
         latent = total([self._linear(x, own.latent_down) for x in xs])
-        others = [latent, total([self._gated(own.shared, x) for x in xs])]
-        shared = others[1]
-        if on_gpu():
-            start([*asked, *state.made(layer)])
-            start(others)
-            others = []
-            self._wait(asked)
-        else:
-            self._wait([*asked, *state.made(layer)])
+        shared = total([self._gated(own.shared, x) for x in xs])
+        start([*asked, *state.made(layer)])
+        start([latent, shared])
+        self._wait(asked)
         # Once this layer's wait is over, the products of the layer before are computed.
         self._give_back()
         bias = self._bias.get(layer)
@@ -239,7 +233,7 @@ class MlxTarget:
             products = moe.Products(config, self._layout, self._frames, latent, assignment)
             try:
                 self.times.moe.experts += moe.compute(
-                    products, batches, self._experts.release, self._held, looked, self._wait, others
+                    products, batches, self._experts.release, self._held, looked, self._wait
                 )
             except BaseException:
                 mx.synchronize()  # before the frames are taken back
