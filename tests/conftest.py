@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from deltafin import backends
 from deltafin.store.create import create_store
@@ -19,6 +20,10 @@ ROOT = Path(__file__).parents[1]
 MINI = ROOT / "src/deltafin/mini_k3"
 ORACLE = ROOT / "tests/data/oracle"
 
+
+# The same examples on every machine, however slow it is; --hypothesis-profile=default looks for new ones.
+settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 BACKENDS = ("torch", "mlx", "mlx_lm")
 """Frameworks of which a machine needs only one: a Mac has no PyTorch, and MLX is an extra elsewhere."""
