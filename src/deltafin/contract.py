@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from deltafin.errors import InputError
+
 if TYPE_CHECKING:
     from deltafin.checkpoint.config import K3Config
     from deltafin.store.store import Store
@@ -83,6 +85,41 @@ class State(Protocol):
         Raises:
             KeyError, ValueError: a tensor is missing or of another shape or dtype; the state is unchanged then.
         """
+
+
+def check_room(position: int, rows: int, context: int) -> None:
+    """Refuses a pass of ``rows`` behind ``position`` that the state has no room for.
+
+    Raises:
+        InputError: the context is full.
+    """
+    if position + rows > context:
+        raise InputError(
+            f"the conversation needs {position + rows} positions and the memory plan holds {context}",
+            remedy="shorten the prompt, raise --context, or allow more memory with --ram",
+        )
+
+
+def check_commit(count: int, pending: int, *, partial: bool) -> None:
+    """Refuses to commit what a pass of ``pending`` rows cannot.
+
+    Raises:
+        ValueError: more than the pass computed, or fewer although it was not run for that.
+    """
+    if not 0 <= count <= pending:
+        raise ValueError(f"cannot commit {count} of {pending} provisional positions")
+    if count < pending and not partial:
+        raise ValueError("this pass was run for a full commit only")
+
+
+def finished(layers: Generator[int, None, Rows]) -> Rows:
+    """The logits of a pass, run to its end without looking on; see ``Target.run``."""
+    while True:
+        try:
+            next(layers)
+        except StopIteration as done:
+            result: Rows = done.value
+            return result
 
 
 class Target(Protocol):

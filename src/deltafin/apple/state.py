@@ -16,8 +16,7 @@ import numpy as np
 
 from deltafin.apple.ops import start
 from deltafin.checkpoint.config import K3Config
-from deltafin.contract import Host
-from deltafin.errors import InputError
+from deltafin.contract import Host, check_commit, check_room
 
 _GROW = 256
 
@@ -116,11 +115,7 @@ class MlxState:
         Raises:
             InputError: the context is full.
         """
-        if self.position + rows > self.context:
-            raise InputError(
-                f"the conversation needs {self.position + rows} positions and the memory plan holds {self.context}",
-                remedy="shorten the prompt, raise --context, or allow more memory with --ram",
-            )
+        check_room(self.position, rows, self.context)
         self.pending, self.partial = rows, partial
         self.taps = []
 
@@ -137,10 +132,7 @@ class MlxState:
 
     def commit(self, count: int) -> None:
         """Keeps the first ``count`` provisional positions and forgets the rest; see ``contract.State``."""
-        if not 0 <= count <= self.pending:
-            raise ValueError(f"cannot commit {count} of {self.pending} provisional positions")
-        if count < self.pending and not self.partial:
-            raise ValueError("this pass was run for a full commit only")
+        check_commit(count, self.pending, partial=self.partial)
         if count:
             for layer in self.kda.values():
                 self._commit_kda(layer, count)

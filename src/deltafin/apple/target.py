@@ -21,7 +21,7 @@ from deltafin.apple.rows import Mode, linear_for
 from deltafin.apple.state import MlxState
 from deltafin.apple.weights import KdaWeights, LayerWeights, MlpWeights, MoeWeights, Names, Tensors, arrays_of
 from deltafin.checkpoint.config import K3Config
-from deltafin.contract import PassTimes, Routes, Rows
+from deltafin.contract import PassTimes, Routes, Rows, finished
 from deltafin.expert_layout import ExpertLayout
 from deltafin.residency.prefetch import RANKS_PER_EXPERT
 from deltafin.streaming.experts import ExpertStream, Lease
@@ -103,13 +103,7 @@ class MlxTarget:
         partial: bool = False,
     ) -> Rows:
         """Computes ``len(tokens)`` provisional positions after the committed ones; see ``run``."""
-        layers = self.run(tokens, state, logits=logits, partial=partial)
-        while True:
-            try:
-                next(layers)
-            except StopIteration as done:
-                result: Rows = done.value
-                return result
+        return finished(self.run(tokens, state, logits=logits, partial=partial))
 
     def run(
         self,

@@ -16,8 +16,7 @@ import torch
 
 from deltafin import kernels
 from deltafin.checkpoint.config import K3Config
-from deltafin.contract import Host
-from deltafin.errors import InputError
+from deltafin.contract import Host, check_commit, check_room
 
 
 @dataclass(slots=True)
@@ -98,11 +97,7 @@ class SequenceState:
         Raises:
             InputError: the context is full.
         """
-        if self.position + rows > self.context:
-            raise InputError(
-                f"the conversation needs {self.position + rows} positions and the memory plan holds {self.context}",
-                remedy="shorten the prompt, raise --context, or allow more memory with --ram",
-            )
+        check_room(self.position, rows, self.context)
         self.pending, self.partial = rows, partial
         self.taps = []
 
@@ -112,10 +107,7 @@ class SequenceState:
         Raises:
             ValueError: more than the pass computed, or fewer although the pass kept nothing to replay.
         """
-        if not 0 <= count <= self.pending:
-            raise ValueError(f"cannot commit {count} of {self.pending} provisional positions")
-        if count < self.pending and not self.partial:
-            raise ValueError("this pass was run for a full commit only")
+        check_commit(count, self.pending, partial=self.partial)
         if count:
             for layer in self.kda.values():
                 self._commit_kda(layer, count)

@@ -14,7 +14,7 @@ import torch
 
 from deltafin import kernels
 from deltafin.checkpoint.config import K3Config
-from deltafin.contract import PassTimes, Routes, Rows
+from deltafin.contract import PassTimes, Routes, Rows, finished
 from deltafin.expert_layout import ExpertLayout
 from deltafin.model import kda, mla, moe
 from deltafin.model.state import SequenceState
@@ -95,13 +95,7 @@ class Target:
         partial: bool = False,
     ) -> Rows:
         """Computes ``len(tokens)`` provisional positions after the committed ones; see ``run``."""
-        layers = self.run(tokens, state, logits=logits, partial=partial)
-        while True:
-            try:
-                next(layers)
-            except StopIteration as done:
-                result: Rows = done.value
-                return result
+        return finished(self.run(tokens, state, logits=logits, partial=partial))
 
     def run(
         self,

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from deltafin.store.types import SLICE_ALIGN
+
 T = TypeVar("T")
 _TRIES = 3
 
@@ -75,6 +77,18 @@ def write_atomic(path: Path, data: bytes) -> None:
         sync(file.fileno())
     os.replace(temporary, path)
     fsync_path(path.parent)
+
+
+def write_padded(fd: int, data: memoryview, offset: int) -> None:
+    """Writes all of a slice, and zeros up to the next slice's place: a direct read rounds out to whole pages.
+
+    Raises:
+        OSError: the drive failed.
+    """
+    padded = bytes(data) + bytes(-(offset + len(data)) % SLICE_ALIGN)
+    done = 0
+    while done < len(padded):
+        done += os.pwrite(fd, padded[done:], offset + done)
 
 
 READERS_NAME = "readers.lock"

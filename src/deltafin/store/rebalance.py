@@ -25,13 +25,13 @@ from deltafin.store.buffers import AlignedBuffer
 from deltafin.store.create import lock_home
 from deltafin.store.direct import DirectFile
 from deltafin.store.drives import MARKER_NAME, check_drive, measure_bandwidth, write_marker
-from deltafin.store.files import fsync_path, sync, unread
+from deltafin.store.files import fsync_path, sync, unread, write_padded
 from deltafin.store.ingest import drive_error
 from deltafin.store.manifest import Manifest
 from deltafin.store.meter import Meter, Progress
 from deltafin.store.slicing import cut_unit
 from deltafin.store.store import find_home
-from deltafin.store.types import PAGE, SLICE_ALIGN, DriveInfo, DriveSpec
+from deltafin.store.types import PAGE, DriveInfo, DriveSpec
 
 _KEPT = "finished work is kept: deltafin drives rebalance continues"
 _MARGIN_BYTES = 64 << 20
@@ -250,7 +250,7 @@ class _Unit:
                 if present:
                     piece = data[at - begin : at - begin + nbytes]
                     checksum = xxhash.xxh3_64_intdigest(piece)
-                    self._guarded(d, lambda d=d, piece=piece, offset=offset: _write(opened[d], piece, offset))  # type: ignore[misc]
+                    self._guarded(d, lambda d=d, piece=piece, offset=offset: write_padded(opened[d], piece, offset))  # type: ignore[misc]
                     count(d, nbytes)
                     meter.report(moved)
                 signed = checksum - (1 << 64) if checksum >> 63 else checksum
@@ -324,13 +324,6 @@ class _Unit:
                 )
         begin = int(m.at[first]) - base
         return buffer, buffer.view[begin : int(m.at[end - 1] + m.length[end - 1]) - base]
-
-
-def _write(fd: int, piece: memoryview, offset: int) -> None:
-    data = bytes(piece) + bytes(-len(piece) % SLICE_ALIGN)
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)
 
 
 def _finish(m: Manifest) -> None:

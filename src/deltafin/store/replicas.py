@@ -26,7 +26,7 @@ from deltafin.store.buffers import AlignedBuffer
 from deltafin.store.create import lock_home
 from deltafin.store.direct import DirectFile
 from deltafin.store.drives import check_drive
-from deltafin.store.files import fsync_path, sync
+from deltafin.store.files import fsync_path, sync, write_padded
 from deltafin.store.ingest import drive_error
 from deltafin.store.manifest import Manifest, read_only
 from deltafin.store.types import PAGE, SLICE_ALIGN, IngestProgress
@@ -265,7 +265,7 @@ class _Copying:
             # The copy lies at the same place within a page, so that it lands in the same place of a buffer.
             offset = self._ends[drive] + int(m.at[i]) % PAGE
             with self._guarded(drive):
-                _write(targets[drive], data, offset)
+                write_padded(targets[drive], data, offset)
             self._ends[drive] = -(-(offset + len(data)) // SLICE_ALIGN) * SLICE_ALIGN
             self._made[drive] += len(data)
             yield blob, i - first, drive, offset
@@ -341,13 +341,3 @@ class _Sources:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-
-def _write(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)
-    # A direct read rounds out to whole pages: the file must reach that far.
-    end = -(-(offset + done) // SLICE_ALIGN) * SLICE_ALIGN
-    if os.fstat(fd).st_size < end:
-        os.ftruncate(fd, end)
